@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unisono: train one model on any number of workers and get the same bits.
+
+    trainer = unisono.Trainer(model, optimizer, loss=loss, data=train_set, batch_size=256, epochs=5)
+    trainer.fit()
+
+Importing this package does not import torch; it seeds the random generators (see `unisono.seed`).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from unisono.core import seeds as _seeds
+
+if TYPE_CHECKING:
+    from unisono import data as data
+    from unisono.core.errors import UnisonoError as UnisonoError
+    from unisono.data.loading import Data as Data
+    from unisono.train.context import set_script_seed as seed
+    from unisono.train.evaluation import accuracy as accuracy
+    from unisono.train.options import Callback as Callback
+    from unisono.train.options import Clip as Clip
+    from unisono.train.options import EarlyStop as EarlyStop
+    from unisono.train.options import EpochInfo as EpochInfo
+    from unisono.train.options import Result as Result
+    from unisono.train.options import StepInfo as StepInfo
+    from unisono.train.own_loop import attach as attach
+    from unisono.train.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "Clip",
+    "Data",
+    "EarlyStop",
+    "EpochInfo",
+    "Result",
+    "StepInfo",
+    "Trainer",
+    "UnisonoError",
+    "accuracy",
+    "attach",
+    "data",
+    "seed",
+]
+
+_HOMES = {
+    "Callback": "unisono.train.options",
+    "Clip": "unisono.train.options",
+    "Data": "unisono.data.loading",
+    "EarlyStop": "unisono.train.options",
+    "EpochInfo": "unisono.train.options",
+    "Result": "unisono.train.options",
+    "StepInfo": "unisono.train.options",
+    "Trainer": "unisono.train.trainer",
+    "UnisonoError": "unisono.core.errors",
+    "accuracy": "unisono.train.evaluation",
+    "attach": "unisono.train.own_loop",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("unisono.data")
+    if name == "seed":
+        return import_module("unisono.train.context").set_script_seed
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+_seeds.seed_now_and_on_import(_seeds.from_environment())

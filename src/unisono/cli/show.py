@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``unisono show`` and ``unisono hash`` print."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from unisono.checkpoint.weights import hash_file
+from unisono.control.summary import summarise
+from unisono.core.errors import UsageError
+from unisono.core.progress import PARTS, duration, format_metrics
+from unisono.core.run_dir import RunDir, find
+
+
+def weights_hash(path: Path) -> str:
+    """A run's recorded hash, or the hash of a file."""
+    if path.is_file():
+        return hash_file(path)
+    run_dir = find(str(path))
+    if run_dir.weights.exists():
+        return hash_file(run_dir.weights)
+    if run_dir.result.exists():
+        return str(json.loads(run_dir.result.read_text())["weights_sha256"])
+    raise UsageError(f"the run {path} has no weights yet", do="wait until it has finished (unisono show says)")
+
+
+def show_run(name: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    run_dir: RunDir = find(name)
+    summary = summarise(run_dir)
+    console = Console(soft_wrap=True)
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    for label, text in summary.rows():
+        table.add_row(label, text)
+    console.print(table)
+    if summary.timings:
+        console.print()
+        workers = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+        for heading in ("worker", "microbatches", *PARTS):
+            workers.add_column(heading, justify="right")
+        for worker, row in sorted(summary.timings.items(), key=lambda item: int(item[0])):
+            whole = sum(row.values()) or 1.0
+            cells = [f"{duration(row[part])} ({row[part] / whole:.0%})" for part in PARTS]
+            workers.add_row(worker, summary.ranges.get(worker, ""), *cells)
+        console.print(workers)
+    for entry in summary.evaluations[-5:]:
+        console.print(f"epoch {entry.epoch}  step {entry.step}  {format_metrics(entry.metrics)}", highlight=False)

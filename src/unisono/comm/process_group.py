@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comm over torch process groups: gloo between CPU workers, NCCL between GPUs.
+
+One process group object per generation, made directly and never registered as torch's global default, so that a
+script may use `torch.distributed` for itself and so that a generation can be left behind whole. Members meet
+through a file named by the membership, private to the run: no port to collide on.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as _c10d
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm.seam import DONE, Message, Op, Pending
+from unisono.core.errors import PeerLost
+from unisono.core.membership import Membership
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass
+class _Works:
+    """Several torch works as one Pending. Holds the tensors: gloo reads and writes their memory until the end."""
+
+    works: list[tuple[Any, Tensor, int]]  # (work, tensor, peer)
+
+    def wait(self) -> None:
+        for work, _, peer in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _lost(peer, error) from None
+        self.works = []
+
+
+def _lost(peer: int, error: RuntimeError) -> PeerLost:
+    who = f"the worker at rank {peer}" if peer >= 0 else "another worker"
+    return PeerLost(f"the connection to {who} broke", cause=str(error).splitlines()[0])
+
+
+class ProcessGroupComm:
+    """`backend` is ``gloo`` or ``nccl``; the tensors must live where that backend can reach them."""
+
+    def __init__(self, worker: int, backend: str = "gloo", patience_s: float = 1800.0) -> None:
+        self.worker, self.backend = worker, backend
+        self.patience = datetime.timedelta(seconds=patience_s)
+        self.rank, self.size, self.generation = 0, 1, 0
+        self._group: Any = None
+
+    def reconfigure(self, membership: Membership) -> None:
+        self.close()
+        self.rank = membership.rank_of(self.worker)
+        self.size = len(membership.members)
+        self.generation = membership.generation
+        if self.size == 1:
+            return
+        files = _c10d.FileStore(membership.meeting_point, self.size)
+        store = _c10d.PrefixStore(f"generation-{self.generation}", files)
+        store.set_timeout(self.patience)
+        try:
+            if self.backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            else:
+                self._group = _gloo(store, self.rank, self.size, self.patience)
+        except RuntimeError as error:
+            raise _lost(-1, error) from None
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        group, nccl = self._group, self.backend == "nccl"
+        works: list[tuple[Any, Tensor, int]] = []
+        try:
+            if nccl:  # it matches by order, not by tag, so a batch must be issued as one
+                group._start_coalescing(torch.device("cuda"))
+            # Receives first: a message that finds its buffer waiting needs no copy.
+            works += [
+                (group.recv([message.tensor], message.peer, tag), message.tensor, message.peer) for message in receives
+            ]
+            works += [
+                (group.send([message.tensor], message.peer, tag), message.tensor, message.peer) for message in sends
+            ]
+            if nccl:
+                batch = group._end_coalescing(torch.device("cuda"))
+                works = [(batch, tensor, peer) for _, tensor, peer in works]
+        except RuntimeError as error:
+            raise _lost(-1, error) from None
+        return _Works(works)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        result = [torch.empty_like(tensor) for _ in range(self.size)]
+        result[self.rank].copy_(tensor)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sends = [Message(rank, tensor.contiguous()) for rank in others]
+        self.exchange(sends, [Message(rank, result[rank]) for rank in others], _GATHER_TAG).wait()
+        return result
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        if self.size == 1:
+            return
+        others = [rank for rank in range(self.size) if rank != root]
+        whole = tensor.contiguous()
+        sends = [Message(rank, whole) for rank in others] if self.rank == root else []
+        receives = [] if self.rank == root else [Message(root, whole)]
+        self.exchange(sends, receives, _BROADCAST_TAG).wait()
+        if whole is not tensor:
+            tensor.copy_(whole)
+
+    def reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
+        if self.size == 1:
+            return DONE
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]  # type: ignore[assignment]
+        try:
+            return _Works([(self._group.allreduce([tensor], options), tensor, -1)])
+        except RuntimeError as error:
+            raise _lost(-1, error) from None
+
+    def abort(self) -> None:
+        if self._group is not None:
+            self._group.abort()
+
+    def close(self) -> None:
+        if self._group is not None and self.backend == "nccl":
+            self._group.shutdown()
+        self._group = None
+
+
+_GATHER_TAG, _BROADCAST_TAG = 1 << 28, (1 << 28) + 1  # above any tag of a caller
+
+
+def _gloo(store: _c10d.Store, rank: int, size: int, patience: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # Loopback by its address: asking for a name would go through DNS, which takes seconds where there is none.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = patience
+    options._threads = 2
+    return dist.ProcessGroupGloo(store, rank, size, options)

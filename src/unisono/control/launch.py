@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what the user typed to a running supervisor: check everything that can be checked before a process starts."""
+
+from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+from typing import Any
+
+from unisono.control.supervisor import Supervisor
+from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
+from unisono.core.progress import Progress
+from unisono.core.run_dir import create
+from unisono.core.spec import build_run_spec, resolve_microbatches
+
+
+def launch(values: dict[str, Any], source: str) -> int:
+    """Run the spec in `values` and return the exit code."""
+    spec = build_run_spec(values, source)
+    _check_script(spec.script)
+    if spec.microbatches is not None:
+        resolve_microbatches(spec.microbatches, spec.workers.max, batch_size=spec.microbatches)
+    spec, run_dir = create(spec, time.time())
+    return Supervisor(spec, run_dir, Progress(run_dir)).run()
+
+
+def _check_script(script: str) -> None:
+    """A missing script or a typing error in it should not cost the start of eight processes."""
+    if not script:
+        raise UsageError("no script was given", do="write: unisono run train.py --workers 4")
+    path = Path(script)
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        hint = suggest(path.name, [item.name for item in folder.glob("*.py")])
+        what = "is a directory" if path.is_dir() else "does not exist"
+        raise ScriptMissing(
+            f"the script {script} {what}" + (f"; {hint}" if hint else ""), where=f"looked in {folder.resolve()}"
+        )
+    try:
+        ast.parse(path.read_bytes(), filename=str(path))
+    except SyntaxError as error:
+        raise ScriptSyntax(
+            f"SyntaxError: {error.msg}", where=f"{script}:{error.lineno}: {(error.text or '').strip()}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ScriptMissing(f"the script {script} cannot be read: {error}") from None

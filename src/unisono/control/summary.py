@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The story of a run, read from its directory: finished, failed or still going. Pure reading; prints nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.core import events
+from unisono.core.progress import PARTS, duration, format_metrics
+from unisono.core.run_dir import RunDir
+
+
+@dataclass
+class Summary:
+    name: str = ""
+    script: str = ""
+    workers: int = 0
+    started_s: float = 0.0
+    last_s: float = 0.0
+    pid: int = 0
+    job: dict[str, Any] = field(default_factory=dict)
+    steps_total: int | None = None
+    step: events.StepFinished | None = None
+    result: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = None
+    timings: dict[str, dict[str, float]] = field(default_factory=dict)  # worker: part: seconds
+    ranges: dict[str, str] = field(default_factory=dict)
+    evaluations: list[events.Evaluated] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        if self.failure is not None:
+            return f"failed: {self.failure['code']} {self.failure['what']}"
+        if self.result is not None:
+            return "finished"
+        if _is_alive(self.pid):
+            return "running"
+        return "gone: its process ended without a word"
+
+    def rows(self) -> list[tuple[str, str]]:
+        result = self.result or {}
+        of = f" of {self.steps_total:,}" if self.steps_total else ""
+        step = self.step.step if self.step else 0
+        ended_s = self.last_s if self.state != "running" else time.time()
+        rows = [
+            ("run", self.name),
+            ("state", self.state),
+            ("script", self.script),
+            ("workers", str(self.workers)),
+            ("microbatches", str(self.job.get("microbatches", ""))),
+            ("batch", str(self.job.get("batch_size", ""))),
+            ("steps", f"{step:,}{of}"),
+            ("loss", f"{self.step.loss:.4f}" if self.step else ""),
+            ("time", duration(ended_s - self.started_s)),
+            ("metrics", format_metrics(result.get("metrics", {}))),
+            ("weights", f"sha256 {result['weights_sha256']}" if result else ""),
+            *[("note", text) for text in self.notices],
+        ]
+        return [(label, text) for label, text in rows if text]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def summarise(run_dir: RunDir) -> Summary:
+    summary = Summary(name=run_dir.path.name)
+    for event in events.read(run_dir.events):
+        summary.last_s = event.time_s
+        _take(summary, event)
+    if run_dir.result.exists():
+        summary.result = json.loads(run_dir.result.read_text())
+    return summary
+
+
+def _take(summary: Summary, event: events.Event) -> None:
+    if isinstance(event, events.StepFinished):
+        summary.step = event
+        for worker, row in event.timings.items():
+            totals = summary.timings.setdefault(worker, dict.fromkeys(PARTS, 0.0))
+            for part in PARTS:
+                totals[part] += row.get(part, 0.0)
+    elif isinstance(event, events.RunStarted):
+        summary.name, summary.script, summary.workers = event.name, event.script, event.workers
+        summary.started_s, summary.pid = event.time_s, event.pid
+    elif isinstance(event, events.Configured):
+        summary.job, summary.steps_total = event.job, event.steps_total
+    elif isinstance(event, events.MembershipChanged):
+        summary.ranges = {
+            str(worker): f"{first}..{last - 1}" if last - first > 1 else str(first)
+            for worker, (first, last) in zip(event.members, event.ranges, strict=True)
+        }
+    elif isinstance(event, events.Evaluated):
+        summary.evaluations.append(event)
+    elif isinstance(event, events.Notice):
+        summary.notices.append(event.text)
+    elif isinstance(event, events.RunFinished):
+        summary.result = event.result
+    elif isinstance(event, events.RunFailed):
+        summary.failure = event.failure

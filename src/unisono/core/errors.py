@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one error tree: a code, what happened, where, the likely cause, what to do, and an exit code.
+
+Exit codes tell a scheduler a user's bug from a lost machine: see `EXIT_CODES`. Errors travel between processes as
+plain dictionaries (`as_dict`, `from_dict`), never as pickles. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+EXIT_CODES: dict[int, str] = {
+    0: "the run finished",
+    2: "the command, an option or the spec is wrong; nothing was started",
+    10: "the script raised an exception",
+    11: "the training was set up in a way that cannot work (batch, microbatches, data, model)",
+    12: "the loss became NaN or infinite",
+    13: "workers that must agree did not (data, weights)",
+    20: "a worker process was lost (killed, crashed, out of memory)",
+    30: "the run directory cannot be written",
+    70: "a fault in Unisono itself",
+    130: "stopped by Ctrl-C or SIGTERM",
+}
+
+
+class UnisonoError(Exception):
+    """Something went wrong, said to a tired person: what, where, why, what to do."""
+
+    code: ClassVar[str] = "UNI-9001"
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, what: str, *, where: str = "", cause: str = "", do: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.cause, self.do = what, where, cause, do
+        self.trace = ""  # the user's traceback as text, where the exception itself could not travel
+
+    def __str__(self) -> str:
+        rows = [f"{self.code}  {self.what}"]
+        for label, text in (("where", self.where), ("cause", self.cause), ("do", self.do)):
+            if text:
+                head, *rest = text.splitlines()
+                rows.append(f"  {label:<7} {head}")
+                rows.extend(f"          {line}" for line in rest)
+        return "\n".join(rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "code": self.code,
+            "exit_code": self.exit_code,
+            "what": self.what,
+            "where": self.where,
+            "cause": self.cause,
+            "do": self.do,
+        }
+
+
+class UsageError(UnisonoError):
+    code, exit_code = "UNI-1001", 2
+
+
+class UnknownKey(UsageError):
+    """A spec key nobody knows. Never ignored: a misspelt option that silently does nothing costs days."""
+
+    code = "UNI-1002"
+
+
+class ScriptMissing(UsageError):
+    code = "UNI-1003"
+
+
+class ScriptFailed(UnisonoError):
+    """The user's own exception; `where` is their file and line."""
+
+    code, exit_code = "UNI-1101", 10
+
+
+class ScriptSyntax(ScriptFailed):
+    code = "UNI-1102"
+
+
+class NothingTrained(ScriptFailed):
+    code = "UNI-1103"
+
+
+class SetupError(UnisonoError):
+    """The training cannot work as it is set up."""
+
+    code, exit_code = "UNI-1201", 11
+
+
+class TooFewMicrobatches(SetupError):
+    code = "UNI-1202"
+
+
+class BatchTooSmall(SetupError):
+    code = "UNI-1203"
+
+
+class EmptyData(SetupError):
+    code = "UNI-1204"
+
+
+class ModelMismatch(SetupError):
+    """The first forward or backward pass failed: the model does not fit the data."""
+
+    code = "UNI-1205"
+
+
+class SparseGradient(SetupError):
+    code = "UNI-1206"
+
+
+class NonFiniteLoss(UnisonoError):
+    code, exit_code = "UNI-1301", 12
+
+
+class DataDisagrees(UnisonoError):
+    code, exit_code = "UNI-1401", 13
+
+
+class ReplicasDisagree(UnisonoError):
+    code, exit_code = "UNI-1402", 13
+
+
+class WorkerLost(UnisonoError):
+    code, exit_code = "UNI-2001", 20
+
+
+class PeerLost(WorkerLost):
+    """This worker's connection to another broke: a consequence, blamed only when nothing better is known."""
+
+    code = "UNI-2002"
+
+
+class RunDirectoryError(UnisonoError):
+    code, exit_code = "UNI-3001", 30
+
+
+class DiskFull(RunDirectoryError):
+    code = "UNI-3002"
+
+
+class Interrupted(UnisonoError):
+    code, exit_code = "UNI-4001", 130
+
+
+class InternalError(UnisonoError):
+    """A broken invariant of ours; worth a bug report."""
+
+
+def _tree(root: type[UnisonoError]) -> Iterable[type[UnisonoError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _tree(child)
+
+
+def from_dict(data: dict[str, Any]) -> UnisonoError:
+    """Rebuild an error that another process sent as a dictionary."""
+    kinds = {kind.code: kind for kind in reversed(list(_tree(UnisonoError)))}
+    kind = kinds.get(str(data.get("code")), InternalError)
+    texts = {key: str(data.get(key, "")) for key in ("where", "cause", "do")}
+    return kind(str(data.get("what", "unknown failure")), **texts)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'workers'?`` or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else ""

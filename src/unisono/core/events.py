@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one stream of events: typed, plain, one JSON object a line.
+
+Workers and the supervisor emit them; the progress line, ``unisono show``, the report and the tests read them.
+An event never carries tensors and never waits for anything. `encode` and `decode` are the only (de)serialisers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+KINDS: dict[str, type[Event]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`worker` is the id of the sender, None for the supervisor."""
+
+    kind: ClassVar[str] = ""
+    time_s: float = field(default_factory=time.time)
+    worker: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        KINDS[cls.kind] = cls
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    kind = "run_started"
+    name: str
+    script: str
+    workers: int
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    kind = "worker_started"
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configured(Event):
+    """The trainer has resolved the job; the first step comes next."""
+
+    kind = "configured"
+    job: dict[str, Any]
+    fingerprint: dict[str, Any]
+    steps_total: int | None
+    samples_per_epoch: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipChanged(Event):
+    kind = "membership_changed"
+    generation: int
+    members: list[int]
+    ranges: list[list[int]]  # [first, last + 1] of the microbatches of each member
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFinished(Event):
+    """One optimizer update. `timings[w]` are worker w's seconds in data, compute, communication and waiting."""
+
+    kind = "step_finished"
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    lr: float
+    seconds: float
+    timings: dict[str, dict[str, float]]
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSkipped(Event):
+    kind = "step_skipped"
+    step: int
+    because: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    kind = "evaluated"
+    step: int
+    epoch: int
+    metrics: dict[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """Something the user should know that is not a failure."""
+
+    kind = "notice"
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event):
+    """`failure` is a `UnisonoError` as a dictionary; `traceback` the user's own, for the log and the last screen."""
+
+    kind = "worker_failed"
+    failure: dict[str, Any]
+    traceback: str = ""
+    step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExited(Event):
+    kind = "worker_exited"
+    exit_code: int  # negative: the signal that ended it
+    stopped_by_us: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFinished(Event):
+    kind = "run_finished"
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    kind = "run_failed"
+    failure: dict[str, Any]
+    exit_code: int
+
+
+Sink = Callable[[Event], None]
+
+
+def encode(event: Event) -> str:
+    return json.dumps({"kind": event.kind, **asdict(event)}, separators=(",", ":"))
+
+
+def decode(line: str | bytes) -> Event | None:
+    """The event in `line`, or None when it is cut short or of a kind that this version does not know."""
+    try:
+        data = json.loads(line)
+        kind = KINDS[data.pop("kind")]
+        known = {item.name for item in fields(kind)}
+        return kind(**{key: value for key, value in data.items() if key in known})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Every readable event of a file; a last line that is still being written is left out."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                event = decode(line)
+                if event is not None:
+                    yield event
+    except FileNotFoundError:
+        return

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a run: its layout, its creation, and the recorder that keeps it.
+
+One process writes it: the supervisor, or the script itself under ``python train.py``. A disk that fills up never
+stops the training: the recorder counts what it could not write, says so once, and the run ends with exit code 30.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unisono.core import events
+from unisono.core.errors import DiskFull, RunDirectoryError, UsageError
+from unisono.core.spec import RunSpec
+
+DEFAULT_PARENT = "runs"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths, and nothing but paths."""
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "final.safetensors"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def worker_log(self, worker: int) -> Path:
+        return self.logs / f"worker-{worker}.log"
+
+
+def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
+    """Make the run's directory, or raise an error that says why it cannot be. Two runs never share one."""
+    stem = Path(spec.script).stem or "run"
+    name = spec.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
+    path = Path(spec.run_dir) if spec.run_dir else Path(DEFAULT_PARENT) / name
+    attempt = 1
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=bool(spec.run_dir) and not (path / "events.jsonl").exists())
+            (path / "logs").mkdir(exist_ok=True)
+            break
+        except FileExistsError:
+            if spec.name or spec.run_dir:
+                raise UsageError(
+                    f"the run directory {path} already holds a run",
+                    do="choose another --name or --run-dir, or remove that directory",
+                ) from None
+            attempt += 1  # started within the same second as another run
+            path = path.with_name(f"{name}-{attempt}")
+        except OSError as error:
+            raise _cannot_write(path, error) from None
+    return spec.model_copy(update={"name": spec.name or path.name, "run_dir": str(path)}), RunDir(path)
+
+
+def _cannot_write(path: Path, error: OSError) -> RunDirectoryError:
+    kind = DiskFull if error.errno == errno.ENOSPC else RunDirectoryError
+    return kind(
+        f"cannot write to the run directory {path}: {error.strerror}",
+        do="point --run-dir at a directory you may write to, with space left",
+    )
+
+
+def find(name: str) -> RunDir:
+    """The run that a user means by a path or by a name under ``runs/``."""
+    candidates = [Path(name), Path(DEFAULT_PARENT) / name]
+    for path in candidates:
+        if (path / "spec.json").exists() or (path / "events.jsonl").exists():
+            return RunDir(path)
+    raise UsageError(
+        f"there is no run at {name} or {candidates[1]}", do="give a run's directory, or its name under runs/"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, never a half."""
+    scratch = path.with_name(path.name + ".tmp")
+    try:
+        with scratch.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@dataclass
+class Recorder:
+    """Writes a run's directory from its events. `handle` never raises for a full or failing disk."""
+
+    run_dir: RunDir
+    spec: RunSpec
+    lost: dict[str, int] = field(default_factory=dict)  # file name: lines that could not be written
+    first_loss: OSError | None = None
+    _files: dict[Path, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        """First write, while failing is still cheap."""
+        try:
+            self._write_spec(job=None)
+            self._append(self.run_dir.events, b"")
+        except OSError as error:
+            raise _cannot_write(self.run_dir.path, error) from None
+
+    def handle(self, event: events.Event) -> None:
+        self.append(self.run_dir.events, events.encode(event).encode() + b"\n")
+        try:
+            if isinstance(event, events.Configured):
+                self._write_spec(event.job)
+            elif isinstance(event, events.RunFinished):
+                write_atomically(self.run_dir.result, json.dumps(event.result, indent=2) + "\n")
+        except OSError as error:
+            self._count_loss("spec.json" if isinstance(event, events.Configured) else "result.json", error)
+
+    def append(self, path: Path, data: bytes) -> None:
+        try:
+            self._append(path, data)
+        except OSError as error:
+            self._count_loss(path.name, error)
+
+    def _append(self, path: Path, data: bytes) -> None:
+        if path not in self._files:
+            self._files[path] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._files[path], view) :]
+
+    def _write_spec(self, job: dict[str, Any] | None) -> None:
+        text = json.dumps({"run": self.spec.model_dump(mode="json"), "job": job}, indent=2)
+        write_atomically(self.run_dir.spec, text + "\n")
+
+    def _count_loss(self, name: str, error: OSError) -> None:
+        self.lost[name] = self.lost.get(name, 0) + 1
+        self.first_loss = self.first_loss or error
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def failure(self) -> RunDirectoryError | None:
+        """What could not be written, if anything, as the error that the run ends with."""
+        if self.first_loss is None:
+            return None
+        full = self.first_loss.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = DiskFull if full else RunDirectoryError
+        free_mb = shutil.disk_usage(self.run_dir.path).free / 1e6 if self.run_dir.path.exists() else 0.0
+        lost = ", ".join(f"{name} ({count} write{'s' if count > 1 else ''})" for name, count in self.lost.items())
+        return kind(
+            f"the run directory {self.run_dir.path} {'is full' if full else 'could not be written'}: lost {lost}",
+            cause=f"{self.first_loss.strerror}; {free_mb:.1f} MB free there now",
+            do="free some space or point --run-dir elsewhere; the training itself was not disturbed",
+        )

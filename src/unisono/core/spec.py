@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The spec of a run: what the user asked for, and what the script's trainer made of it.
+
+`RunSpec` comes from the command line or a spec file; `JobSpec` is filled in by the trainer inside the script. The
+two together are ``spec.json`` in the run's directory, and with the data they determine the final weights. Unknown
+keys are refused, with a suggestion.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer
+
+from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, UsageError, suggest
+
+SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Workers(BaseModel):
+    """How many workers a run may have: ``4`` or ``2:8``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    min: int = Field(ge=1)
+    max: int = Field(ge=1)
+
+    @model_serializer
+    def _as_text(self) -> str:
+        return str(self.min) if self.min == self.max else f"{self.min}:{self.max}"
+
+
+def parse_workers(text: str | int) -> Workers:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(text).strip())
+    if not match:
+        raise UsageError(f"--workers {text} is not a number or MIN:MAX", do="write --workers 4 or --workers 2:8")
+    low = int(match[1])
+    high = int(match[2]) if match[2] else low
+    if low < 1:
+        raise UsageError(f"--workers {text}: a run needs at least one worker", do="write --workers 1 or more")
+    if high < low:
+        raise UsageError(f"--workers {text}: the minimum is above the maximum", do=f"write --workers {high}:{low}")
+    return Workers(min=low, max=high)
+
+
+class RunSpec(BaseModel):
+    """What the user asks of a run. Every key is also an option of ``unisono run``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    script: str = ""
+    args: tuple[str, ...] = ()
+    name: str = ""
+    run_dir: str = ""
+    workers: Workers = Workers(min=1, max=1)
+    microbatches: int | None = Field(default=None, ge=1)
+    threads: int = Field(default=1, ge=1)
+    seed: int | None = Field(default=None, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @field_validator("workers", mode="before")
+    @classmethod
+    def _workers_from_text(cls, value: Any) -> Any:
+        return parse_workers(value) if isinstance(value, str | int) else value
+
+    @field_validator("name")
+    @classmethod
+    def _usable_name(cls, value: str) -> str:
+        if value and not NAME_PATTERN.fullmatch(value):
+            raise ValueError(
+                "a name is letters, digits, '.', '_' and '-', at most 64, and starts with a letter or digit"
+            )
+        return value
+
+
+class JobSpec(BaseModel):
+    """What the script's trainer resolved: with the data and the fingerprint this decides every bit of the result."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    microbatches: int
+    batch_size: int
+    seed: int
+    threads: int
+    epochs: int | None = None
+    max_steps: int | None = None
+    exact: bool = True
+    split: str = "samples"
+    shuffle: bool = True
+    drop_last: bool = False
+    samples: int | None = None  # None: an iterable dataset, its length is known when it ends
+    optimizer: str = ""
+    schedule: str = ""
+    clip: str = ""
+    l1: float = 0.0
+    batch_norm: str = "local"
+    parameters: int = 0
+
+
+def default_microbatches(max_workers: int, batch_size: int) -> int:
+    """M when the user does not say: the most workers the run may use, and at least four where the batch allows.
+
+    The floor of four is what makes ``python train.py`` and ``--workers 1..4`` agree without a flag.
+    """
+    return max(max_workers, min(SHARED_DEFAULT_MICROBATCHES, batch_size))
+
+
+def resolve_microbatches(asked: int | None, max_workers: int, batch_size: int) -> int:
+    """M for this job, or an error that shows the arithmetic."""
+    microbatches = asked or default_microbatches(max_workers, batch_size)
+    if microbatches < max_workers:
+        raise TooFewMicrobatches(
+            f"{microbatches} microbatches cannot occupy {max_workers} workers",
+            cause="each worker computes at least one microbatch of every step",
+            do=f"set --microbatches {max_workers} or more (this changes the bits), or --workers {microbatches}",
+        )
+    if batch_size < microbatches:
+        raise BatchTooSmall(
+            f"batch_size {batch_size} is smaller than {microbatches} microbatches",
+            cause="every step's batch is cut into that many microbatches, one sample each at least",
+            do=f"raise batch_size to {microbatches} or more, or set --microbatches {batch_size} (workers up to that)",
+        )
+    return microbatches
+
+
+def build_run_spec(values: dict[str, Any], source: str) -> RunSpec:
+    """Validate plain values (from a file or the command line); `source` is named in errors."""
+    unknown = [key for key in values if key not in RunSpec.model_fields]
+    if unknown:
+        hint = suggest(unknown[0], RunSpec.model_fields)
+        raise UnknownKey(
+            f"{source}: unknown key {unknown[0]!r}" + (f"; {hint}" if hint else ""),
+            do="known keys: " + ", ".join(RunSpec.model_fields),
+        )
+    try:
+        return RunSpec(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "spec"
+        raise UsageError(f"{source}: {key} = {first['input']!r}: {first['msg']}") from None
+
+
+def read_spec_file(path: Path) -> dict[str, Any]:
+    """The run keys of a TOML or JSON spec file; a run's own ``spec.json`` works too."""
+    try:
+        text = path.read_text()
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise UsageError(f"cannot read the spec file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} does not hold a table of keys")
+    if set(values) == {"run", "job"}:  # a run's spec.json: same asking, with the microbatches it settled on
+        run, job = values["run"], values["job"]
+        settled = {key: job[key] for key in ("microbatches", "seed") if job and key in job}
+        return {**run, **settled, "run_dir": "", "name": ""}
+    return values

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a dataset to this worker's microbatches: fetching, collating, seeding, loader processes.
+
+`Data` says how a dataset is read; a loader yields `StepData`, one a step, for the range of microbatches it is told.
+Every fetch starts from random state that belongs to its (epoch, step, microbatch), so augmentation is the same whoever
+does it. Called by the loop; knows nothing of workers' fate.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from unisono.core import process
+from unisono.core.errors import EmptyData, ScriptFailed, SetupError, WorkerLost
+from unisono.core.ranges import split as split_evenly
+from unisono.core.seeds import apply, derive
+from unisono.data.digest import digest
+from unisono.data.order import Order, Split
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Data:
+    """How a dataset is read: ``Data(train_set, split="blocks", loader_processes=2)``.
+
+    A bare dataset given to the trainer is the same as ``Data(dataset)``. `split` and `shuffle` concern map-style
+    datasets; an iterable dataset keeps its own order and is read as a whole by every worker, in one process at most.
+    """
+
+    dataset: Any
+    split: Split = "samples"
+    shuffle: bool = True
+    drop_last: bool = False
+    loader_processes: int = 0
+    prefetch: int = 2
+    collate: Collate | None = None
+
+    @property
+    def is_map_style(self) -> bool:
+        return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step's data for one worker."""
+
+    epoch: int
+    step_in_epoch: int
+    counts: tuple[int, ...]  # true sample counts of all M microbatches
+    batches: Iterable[Any]  # one for each local microbatch, in order; None where it has no samples
+    check: int = 0  # digest that must agree on all workers; 0 where nothing was read in common
+
+
+class Loader(Protocol):
+    """`steps_per_epoch` is None when only the data knows."""
+
+    samples: int | None
+    steps_per_epoch: int | None
+
+    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]: ...
+
+    def probe(self, epoch: int) -> tuple[int, int]:
+        """(length or -1, digest of a few samples): must agree on all workers."""
+
+    def close(self) -> None: ...
+
+
+def open_loader(data: Data, batch_size: int, microbatches: int, seed: int) -> Loader:
+    """The loader for a dataset, or an error that says why it cannot be read."""
+    if data.loader_processes < 0 or data.prefetch < 1:
+        raise SetupError(f"loader_processes={data.loader_processes}, prefetch={data.prefetch} make no sense")
+    if data.is_map_style:
+        if len(data.dataset) == 0:
+            raise EmptyData(
+                "the dataset is empty", cause="its length is 0", do="check the path or the filter behind it"
+            )
+        order = Order(len(data.dataset), batch_size, microbatches, seed, data.split, data.shuffle, data.drop_last)
+        if order.steps_per_epoch == 0:
+            raise EmptyData(
+                f"drop_last leaves nothing: {len(data.dataset)} samples do not fill one batch of {batch_size}",
+                do="lower batch_size, or keep the last batch with drop_last=False",
+            )
+        return MapLoader(data, order)
+    if not hasattr(data.dataset, "__iter__"):
+        raise SetupError(
+            f"{type(data.dataset).__name__} is not a dataset",
+            cause="it has neither __getitem__ with __len__ nor __iter__",
+            do="pass a torch Dataset or IterableDataset, or a sequence of samples",
+        )
+    if data.split != "samples" or data.loader_processes > 1:
+        asked = f"split={data.split!r}" if data.split != "samples" else f"loader_processes={data.loader_processes}"
+        raise SetupError(
+            f"{asked} cannot take effect on an iterable dataset",
+            cause="its order is its own, and one process must read it from start to end",
+            do="leave that option out, or give the dataset __getitem__ and __len__",
+        )
+    return StreamLoader(data, batch_size, microbatches, seed)
+
+
+@dataclass(frozen=True)
+class _Key:
+    epoch: int
+    step_in_epoch: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception in a loader process, as text: exceptions of user code need not survive pickling."""
+
+    kind: str
+    text: str
+    where: str
+    trace: str
+    ids: list[int]
+
+
+class _Fetch:
+    """The dataset as the loader processes see it: one item is one collated microbatch."""
+
+    def __init__(self, data: Data, order: Order) -> None:
+        self.data, self.order = data, order
+        self.collate = data.collate or default_collate
+        # Indexing whole tensors gives the same values as collating samples one by one, without the loop.
+        self.tensors = data.dataset.tensors if type(data.dataset) is TensorDataset and not data.collate else None
+
+    def __len__(self) -> int:
+        return self.order.steps_per_epoch * self.order.microbatches
+
+    def fetch(self, key: _Key) -> Any:
+        ids = self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)
+        if not len(ids):
+            return None
+        if self.tensors is not None:
+            chosen = torch.tensor(ids)
+            return [tensor[chosen] for tensor in self.tensors]
+        apply(derive(self.order.seed, "fetch", key.epoch, key.step_in_epoch, key.microbatch))
+        dataset = self.data.dataset
+        batched = getattr(dataset, "__getitems__", None)
+        return self.collate(batched(list(ids)) if batched else [dataset[i] for i in ids])
+
+    def __getitem__(self, key: _Key) -> Any:
+        try:
+            return self.fetch(key)
+        except Exception as error:
+            return _failure(error, list(self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)))
+
+
+def _failure(error: Exception, ids: list[int]) -> _Failure:
+    return _Failure(type(error).__name__, str(error), process.user_line(error), traceback.format_exc(), ids)
+
+
+def _raise(failure: _Failure) -> None:
+    ids = ", ".join(map(str, failure.ids[:8])) + (", …" if len(failure.ids) > 8 else "")
+    error = ScriptFailed(
+        f"{failure.kind}: {failure.text}",
+        where=failure.where,
+        cause="raised by the dataset in a loader process" + (f", while reading samples {ids}" if ids else ""),
+    )
+    error.trace = failure.trace
+    raise error
+
+
+def _same(item: Any) -> Any:
+    return item
+
+
+def _loader_init(_: int) -> None:
+    process.die_with_parent()
+    torch.set_num_threads(1)
+
+
+class MapLoader:
+    def __init__(self, data: Data, order: Order) -> None:
+        self.data, self.order = data, order
+        self.samples: int | None = order.samples
+        self.steps_per_epoch: int | None = order.steps_per_epoch
+        self._fetch = _Fetch(data, order)
+        self._keys: list[_Key] = []
+        self._loader: DataLoader[Any] | None = None
+
+    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]:
+        steps = range(from_step, self.order.steps_per_epoch)
+        batches = self._batches([_Key(epoch, step, m) for step in steps for m in mine])
+        for step in steps:
+            local = _Take(batches, len(mine))
+            yield StepData(epoch, step, self.order.counts(step), local)
+            local.skip_rest()
+
+    def _batches(self, keys: list[_Key]) -> Iterator[Any]:
+        if not self.data.loader_processes:
+            yield from map(self._fetch.fetch, keys)
+            return
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._fetch,  # type: ignore[arg-type]
+                sampler=self._keys,
+                batch_size=None,
+                num_workers=self.data.loader_processes,
+                prefetch_factor=self.data.prefetch,
+                persistent_workers=True,
+                collate_fn=_same,
+                worker_init_fn=_loader_init,
+            )
+        self._keys[:] = keys
+        try:
+            for item in self._loader:
+                if isinstance(item, _Failure):
+                    _raise(item)
+                yield item
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise WorkerLost(
+                "a loader process died",
+                cause=str(error).splitlines()[0],
+                do="often memory: lower loader_processes or prefetch; or look in the worker's log",
+            ) from None
+
+    def probe(self, epoch: int) -> tuple[int, int]:
+        length, seed = len(self.data.dataset), self.order.seed
+        seen = []
+        for number in range(4):
+            index = derive(seed, "probe", epoch, number) % length
+            apply(derive(seed, "probe-state", index))
+            seen.append((index, self.data.dataset[index]))
+        return length, digest(seen)
+
+    def close(self) -> None:
+        self._loader = None
+
+
+class _Take:
+    """The next `count` items of an iterator, to be consumed once, in full."""
+
+    def __init__(self, items: Iterator[Any], count: int) -> None:
+        self.items, self.left = items, count
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.left:
+            self.left -= 1
+            yield next(self.items)
+
+    def skip_rest(self) -> None:
+        for _ in self:
+            pass
+
+
+class StreamLoader:
+    """An iterable dataset: every worker reads the whole stream and keeps its own microbatches."""
+
+    def __init__(self, data: Data, batch_size: int, microbatches: int, seed: int) -> None:
+        self.data, self.batch_size, self.microbatches, self.seed = data, batch_size, microbatches, seed
+        self.samples: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.collate = data.collate or default_collate
+
+    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]:
+        if self.data.loader_processes:
+            steps: Iterable[Any] = self._in_process(epoch, mine)
+        else:
+            steps = self._steps(epoch, mine)
+        empty = True
+        for item in steps:
+            if isinstance(item, _Failure):
+                _raise(item)
+            empty = False
+            if item.step_in_epoch >= from_step:
+                yield item
+        if empty:
+            raise EmptyData(
+                f"the iterable dataset gave nothing in epoch {epoch + 1}",
+                cause="it is empty, or it is an iterator that can be read only once",
+                do="give an object whose __iter__ starts over each time",
+            )
+
+    def _steps(self, epoch: int, mine: range) -> Iterator[StepData]:
+        set_epoch = getattr(self.data.dataset, "set_epoch", None)
+        if set_epoch:
+            set_epoch(epoch)
+        apply(derive(self.seed, "stream", epoch))
+        stream = iter(self.data.dataset)
+        step = 0
+        while samples := self._pull(stream, epoch, step):
+            if self.data.drop_last and len(samples) < self.batch_size:
+                return
+            parts = split_evenly(len(samples), self.microbatches)
+            batches = [self.collate([samples[i] for i in parts[m]]) if len(parts[m]) else None for m in mine]
+            yield StepData(epoch, step, tuple(map(len, parts)), batches, digest(len(samples), samples[0]))
+            step += 1
+
+    def _pull(self, stream: Iterator[Any], epoch: int, step: int) -> Sequence[Any]:
+        """The step's samples, drawn from random state of their own: the forward passes in between use another."""
+        apply(derive(self.seed, "fetch", epoch, step))
+        samples: list[Any] = []
+        for sample in stream:
+            samples.append(sample)
+            if len(samples) == self.batch_size:
+                break
+        return samples
+
+    def _in_process(self, epoch: int, mine: range) -> Iterable[Any]:
+        return DataLoader(
+            _Stream(self, epoch, mine),
+            batch_size=None,
+            num_workers=1,
+            prefetch_factor=self.data.prefetch,
+            collate_fn=_same,
+            worker_init_fn=_loader_init,
+        )
+
+    def probe(self, epoch: int) -> tuple[int, int]:  # noqa: ARG002  every step carries its own check
+        return -1, 0
+
+    def close(self) -> None:
+        return None
+
+
+@dataclass
+class _Stream(torch.utils.data.IterableDataset[Any]):
+    loader: StreamLoader
+    epoch: int
+    mine: range
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.loader._steps(self.epoch, self.mine)
+        except Exception as error:
+            yield _failure(error, [])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of the model (batch-norm statistics and the like) across microbatches.
+
+Every microbatch starts from the step's value. What it changed becomes a difference, weighted by its share of the step
+and added over microbatches in the same tree as gradients: new = old + sum(w_i (b_i - old)). A buffer that nobody
+changes keeps its bits and costs nothing on the wire. Integer and boolean buffers take the maximum over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm.direct import DirectReducer
+from unisono.comm.tree import Landing
+
+
+@dataclass
+class _Buffer:
+    module: nn.Module
+    key: str
+    start: Tensor  # value at the step's start; a copy of our own
+    changed: bool = False
+    sums: list[Tensor] = field(default_factory=list)  # float64 partial sums, by level
+
+    @property
+    def current(self) -> Tensor:
+        value = getattr(self.module, self.key)
+        assert isinstance(value, Tensor)
+        return value
+
+    @property
+    def is_float(self) -> bool:
+        return self.start.dtype.is_floating_point
+
+
+class Buffers:
+    """Watches the persistent and other buffers of a model that hold numbers; None buffers are left alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        seen: set[int] = set()
+        self._all: list[_Buffer] = []
+        for module in model.modules():
+            for key, value in module._buffers.items():
+                if value is not None and id(value) not in seen:
+                    seen.add(id(value))
+                    self._all.append(_Buffer(module, key, value.detach().clone()))
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        for buffer in self._all:
+            if buffer.current.shape != buffer.start.shape or buffer.current.dtype != buffer.start.dtype:
+                buffer.start = buffer.current.detach().clone()
+            else:
+                buffer.start.copy_(buffer.current)
+            buffer.changed = False
+            buffer.sums = []
+
+    @torch.no_grad()
+    def end_microbatch(self, weight: float, landing: Landing) -> None:
+        """Take what this microbatch changed and put the step's value back."""
+        for buffer in self._all:
+            value = buffer.current
+            # By value: batch norm writes its statistics without raising their version counter.
+            touched = not torch.equal(value, buffer.start)
+            buffer.changed |= touched
+            if buffer.is_float:
+                difference = (value.double() - buffer.start.double()).mul_(weight) if touched else None
+                self._land(buffer, difference, landing)
+            elif touched:
+                top = buffer.sums[0] if buffer.sums else buffer.start.clone()
+                buffer.sums = [torch.maximum(top, value)]
+            if touched:
+                value.copy_(buffer.start)
+
+    def _land(self, buffer: _Buffer, difference: Tensor | None, landing: Landing) -> None:
+        if difference is None:
+            if not buffer.changed:
+                return  # stays implicit zeros until somebody changes it
+            difference = torch.zeros_like(buffer.start, dtype=torch.float64)
+        while len(buffer.sums) <= landing.level:
+            buffer.sums.append(torch.zeros_like(buffer.start, dtype=torch.float64))
+        if not landing.merges:
+            buffer.sums[landing.level].copy_(difference)
+            return
+        buffer.sums[landing.level].add_(difference)
+        for lower in range(landing.level - 1, landing.level - landing.merges, -1):
+            buffer.sums[lower].add_(buffer.sums[lower + 1])
+
+    def changed(self) -> list[bool]:
+        return [buffer.changed for buffer in self._all]
+
+    @torch.no_grad()
+    def reduce(self, changed_by_anyone: Sequence[bool], reducer: DirectReducer, tag: int) -> None:
+        """Settle the step's new values, the same on every worker."""
+        floats = [b for b, yes in zip(self._all, changed_by_anyone, strict=True) if yes and b.is_float]
+        others = [b for b, yes in zip(self._all, changed_by_anyone, strict=True) if yes and not b.is_float]
+        if floats:
+            parts = []
+            for level in range(reducer.parts):
+                rows = [_level(b, level).reshape(-1) for b in floats]
+                parts.append(torch.cat(rows))
+            reducer.reduce(parts, tag)
+            for buffer, total in zip(floats, torch.split(parts[0], [b.start.numel() for b in floats]), strict=True):
+                new = buffer.start.double() + total.view(buffer.start.shape)
+                buffer.current.copy_(new)
+        if others:
+            mine = [(b.sums[0] if b.sums else b.start).reshape(-1).to(torch.int64) for b in others]
+            rows = [torch.cat(mine) for _ in range(reducer.parts)]
+            reducer.reduce(rows, tag + 1, op="max")
+            for buffer, top in zip(others, torch.split(rows[0], [b.start.numel() for b in others]), strict=True):
+                buffer.current.copy_(top.view(buffer.start.shape))
+
+
+def _level(buffer: _Buffer, level: int) -> Tensor:
+    if level < len(buffer.sums):
+        return buffer.sums[level]
+    return torch.zeros_like(buffer.start, dtype=torch.float64)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This worker's gradients of one step: added over its microbatches in tree order, bucket by bucket.
+
+A hook on every parameter takes the gradient the moment autograd has finished it and adds it to the partial sums
+(a binary counter: level 0 alone when the range is one aligned subtree). During the last local microbatch a bucket
+whose parameters have all reported is handed on, while the backward pass goes on. Knows nothing of other workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm.tree import Landing
+from unisono.core.errors import SetupError, SparseGradient
+from unisono.parallel.layout import Layout, ParameterInfo, pack
+
+
+def _nobody(_: int) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The local microbatches of one step and where each lands."""
+
+    mine: range
+    landings: tuple[Landing, ...]
+
+    @property
+    def levels(self) -> int:
+        return max(landing.level for landing in self.landings) + 1
+
+
+@dataclass
+class Cursor:
+    """Where the gradients of one microbatch go, and which have come."""
+
+    landing: Landing
+    is_last: bool
+    reported: list[bool]  # by parameter
+    missing: list[int]  # by bucket: parameters that have not reported
+
+
+class Gradients:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.layout: Layout = pack(
+            ParameterInfo(name, p.numel(), p.element_size(), f"{p.dtype} {p.device}") for name, p in named
+        )
+        self._kinds = [self.parameters[self.layout.members(b)[0]] for b in range(len(self.layout.bucket_elements))]
+        self._bucket_sizes = [len(self.layout.members(b)) for b in range(len(self.layout.bucket_elements))]
+        self._levels: list[list[Tensor]] = []  # [level][bucket] -> flat partial sums
+        self._views: list[list[Tensor]] = []  # [level][parameter] -> that parameter's part of it, in its shape
+        self._on_ready: Callable[[int], None] = _nobody
+        self._handed_on = 0
+        self.used: list[bool] = []
+        self.cursor: Cursor | None = None  # of the microbatch that is being computed
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(position))  # type: ignore[no-untyped-call]
+            for position, parameter in enumerate(self.parameters)
+        ]
+
+    def begin_step(self, assignment: Assignment, on_ready: Callable[[int], None]) -> None:
+        """`on_ready` is called with each bucket, in order, as soon as its local sums are complete."""
+        while len(self._levels) < assignment.levels:
+            flat = [
+                torch.zeros(count, dtype=kind.dtype, device=kind.device)
+                for count, kind in zip(self.layout.bucket_elements, self._kinds, strict=True)
+            ]
+            self._levels.append(flat)
+            self._views.append([self._view(flat, position) for position in range(len(self.parameters))])
+        self._assignment, self._on_ready = assignment, on_ready
+        self.used = [False] * len(self.parameters)
+        self._handed_on = 0
+        self.drop()
+
+    def _view(self, flat: list[Tensor], position: int) -> Tensor:
+        slot, parameter = self.layout.slots[position], self.parameters[position]
+        return flat[slot.bucket][slot.start : slot.stop].view(parameter.shape)
+
+    def begin_microbatch(self, microbatch: int) -> Cursor:
+        mine = self._assignment.mine
+        self.cursor = Cursor(
+            landing=self._assignment.landings[microbatch - mine.start],
+            is_last=microbatch == mine.stop - 1,
+            reported=[False] * len(self.parameters),
+            missing=list(self._bucket_sizes),
+        )
+        return self.cursor
+
+    def end_microbatch(self) -> list[int]:
+        """Count what got no gradient as zeros, exactly as if zeros had been sent. Returns their positions."""
+        cursor, self.cursor = self.cursor, None
+        assert cursor is not None
+        silent = [position for position, reported in enumerate(cursor.reported) if not reported]
+        for position in silent:
+            self._land(cursor, position, None)
+        return silent
+
+    def _hook(self, position: int) -> Callable[[Tensor], None]:
+        def take(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            cursor = self.cursor
+            if gradient is None or cursor is None:
+                return
+            if gradient.is_sparse:
+                raise sparse_error(self.names[position])
+            if cursor.reported[position]:
+                raise SetupError(
+                    f"{self.names[position]} got a second gradient within one microbatch",
+                    cause="backward was called twice for one batch",
+                    do="add the losses and call backward once",
+                )
+            self.used[position] = True
+            self._land(cursor, position, gradient)
+
+        return take
+
+    @torch.no_grad()
+    def _land(self, cursor: Cursor, position: int, gradient: Tensor | None) -> None:
+        level, merges = cursor.landing.level, cursor.landing.merges
+        target = self._views[level][position]
+        if merges:
+            # left + 0.0 is written out even for a silent parameter: it turns -0.0 into 0.0, as a sent zero would.
+            target.add_(0.0 if gradient is None else gradient)
+            for lower in range(level - 1, level - merges, -1):
+                self._views[lower][position].add_(self._views[lower + 1][position])
+        elif gradient is None:
+            target.zero_()
+        else:
+            target.copy_(gradient)
+        cursor.reported[position] = True
+        cursor.missing[self.layout.slots[position].bucket] -= 1
+        if cursor.is_last:
+            self._hand_on_ready_buckets(cursor)
+
+    def _hand_on_ready_buckets(self, cursor: Cursor) -> None:
+        while self._handed_on < len(cursor.missing) and not cursor.missing[self._handed_on]:
+            self._handed_on += 1
+            self._on_ready(self._handed_on - 1)
+
+    def partial_sums(self, bucket: int, count: int) -> list[Tensor]:
+        return [self._levels[level][bucket] for level in range(count)]
+
+    def publish(self, used_by_anyone: Sequence[bool]) -> None:
+        """Give the reduced gradients to the parameters; one that nobody used keeps None, as in plain PyTorch."""
+        for position, parameter in enumerate(self.parameters):
+            parameter.grad = self._views[0][position] if used_by_anyone[position] else None
+
+    def drop(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.drop()
+        self._levels, self._views = [], []
+
+
+def sparse_error(name: str) -> SparseGradient:
+    return SparseGradient(
+        f"{name} produces sparse gradients, which exact all-reduce cannot add",
+        cause="a sparse gradient has other rows in every microbatch, so it has no place in a fixed bucket",
+        do="build that embedding with sparse=False (and an optimizer for dense gradients)",
+    )

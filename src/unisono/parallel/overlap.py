@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One background thread that moves buckets while the backward pass computes the next ones.
+
+Jobs run one after the other in the order given, which is the same on every worker, so no two workers can wait for
+each other's other bucket. The backward pass holds no interpreter lock, so a Python thread is enough.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+Job = Callable[[], None]
+
+
+class Overlap:
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._open = 0
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self.busy_s = 0.0  # time this thread spent in jobs since it was last read
+        self._thread = threading.Thread(target=self._run, name="unisono-overlap", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        with self._lock:
+            self._open += 1
+            self._idle.clear()
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        """Wait for everything submitted; raise the first error of it."""
+        self._idle.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            started = time.perf_counter()
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:
+                self._error = error
+            self.busy_s += time.perf_counter() - started
+            with self._lock:
+                self._open -= 1
+                if not self._open:
+                    self._idle.set()
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=5)

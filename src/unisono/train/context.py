@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where this process stands: one worker of a supervised run, or a script that runs by itself.
+
+The worker's main sets the context before the script starts; under ``python train.py`` the first training makes one,
+with a run directory and a progress line of its own. Everything that trains asks `current` and behaves alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from unisono.core import events, seeds
+from unisono.core.errors import SetupError
+from unisono.core.run_dir import Recorder, RunDir, create
+from unisono.core.spec import RunSpec
+
+
+@dataclass
+class Context:
+    spec: RunSpec
+    run_dir: RunDir
+    worker: int
+    emit: events.Sink
+    meeting_point: str = ""  # where the workers of this run find each other
+    close: Callable[[], None] = lambda: None
+    trainings: int = field(default=0)
+
+    @property
+    def workers(self) -> int:
+        return self.spec.workers.max
+
+    @property
+    def seed(self) -> int:
+        return script_seed() if self.spec.seed is None else self.spec.seed
+
+    def begin_training(self) -> None:
+        self.trainings += 1
+        if self.trainings > 1:
+            raise SetupError(
+                "this run has already trained a model",
+                cause="one run has one directory, one spec and one result",
+                do="start the second training as a run of its own",
+            )
+
+
+_current: Context | None = None
+_script_seed: int | None = None
+
+
+def set_current(context: Context | None) -> None:
+    global _current
+    _current = context
+
+
+def set_script_seed(value: int) -> None:
+    """What the script asks for with `unisono.seed`; ``--seed`` and UNISONO_SEED have the last word."""
+    global _script_seed
+    fixed = _current.spec.seed if _current else None
+    if fixed is None and seeds.ENVIRONMENT not in os.environ:
+        _script_seed = value
+        seeds.seed_now_and_on_import(value)
+
+
+def script_seed() -> int:
+    return seeds.from_environment() if _script_seed is None else _script_seed
+
+
+def current() -> Context:
+    """The worker's context, or a new one for a script that runs by itself."""
+    return _current or _standalone()
+
+
+def _standalone() -> Context:
+    from unisono.core.progress import Progress
+
+    script = sys.argv[0] if sys.argv and Path(sys.argv[0]).is_file() else ""
+    asked = os.environ.get("UNISONO_MICROBATCHES")
+    spec = RunSpec(
+        script=script,
+        args=tuple(sys.argv[1:]),
+        run_dir=os.environ.get("UNISONO_RUN_DIR", ""),
+        microbatches=int(asked) if asked else None,
+        threads=int(os.environ.get("UNISONO_THREADS", "1")),
+    )
+    spec, run_dir = create(spec, time.time())
+    recorder = Recorder(run_dir, spec)
+    recorder.start()
+    progress = Progress(run_dir)
+
+    def emit(event: events.Event) -> None:
+        if event.worker is None:
+            event = dataclasses.replace(event, worker=0)
+        recorder.handle(event)
+        progress.handle(event)
+
+    def close() -> None:
+        progress.close()
+        recorder.close()
+        failure = recorder.failure()
+        if failure is not None:
+            raise failure
+
+    started = events.RunStarted(name=spec.name, script=script, workers=1, host=socket.gethostname(), pid=os.getpid())
+    emit(started)
+    return Context(spec, run_dir, 0, emit, close=close)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a training: agree on the final weights, write them, and say what it came to.
+
+Called once, by the trainer or by a user's own loop, on every worker; the first worker writes and speaks for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from unisono.checkpoint.weights import save_state
+from unisono.core import events
+from unisono.train.job import Job
+from unisono.train.options import Result
+from unisono.train.state import TrainState
+
+
+def finish(job: Job, state: TrainState, stopped_early: str, seconds: float) -> Result:
+    digest = job.agree_on_weights()
+    job.strategy.close()  # gradients are of no use any more; their memory is
+    metrics = {k: v for k, v in (state.history[-1] if state.history else {}).items() if k not in ("step", "epoch")}
+    result = Result(
+        weights_sha256=digest,
+        steps=state.step,
+        samples=state.samples,
+        metrics=metrics,
+        seconds=round(seconds, 3),
+        fingerprint=job.fingerprint.model_dump(),
+        workers=job.comm.size,
+        microbatches=job.spec.microbatches,
+        skipped_steps=state.skipped,
+        stopped_early=stopped_early,
+        weights_file=_save(job),
+        history=state.history,
+    )
+    job.emit(events.RunFinished(result=dataclasses.asdict(result)))
+    return result
+
+
+def _save(job: Job) -> str:
+    """The weights' file name, or an empty string when it could not be written: a full disk loses no training."""
+    if not job.is_first:
+        return ""
+    target = job.context.run_dir.weights
+    try:
+        save_state(job.request.model.state_dict(), target)
+    except (OSError, RuntimeError) as error:
+        job.emit(events.Notice(code="weights-not-saved", text=f"{target} could not be written: {error}"))
+        return ""
+    return target.name

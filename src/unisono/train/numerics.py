@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must be the same everywhere for bits to be: threads, kernel choices, gradients after the sum, fingerprints.
+
+Called once at the start (`settle_torch`, `fingerprint`) and once a step (`Update`). Knows torch, not the loop.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from unisono.core.errors import SetupError
+from unisono.core.fingerprint import Fingerprint
+from unisono.train.options import Clip
+
+
+def settle_torch(threads: int, exact: bool) -> None:
+    """Fix what would otherwise vary between workers: thread count, autotuned kernels, unordered additions."""
+    torch.set_num_threads(threads)
+    if not exact:
+        return
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def fingerprint(device: torch.device, threads: int, exact: bool, data: str) -> Fingerprint:
+    if device.type == "cuda":
+        instructions = torch.cuda.get_device_name(device)
+    else:
+        instructions = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return Fingerprint(
+        torch=torch.__version__,
+        device=device.type,
+        instructions=instructions,
+        threads=threads,
+        deterministic=exact,
+        data=data,
+    )
+
+
+def choose_device(asked: str, worker: int, workers: int) -> torch.device:
+    """`worker`'s own GPU, or the CPU. Never two workers on one GPU, never silently fewer GPUs than asked for."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked == "auto" and not count):
+        return torch.device("cpu")
+    if count < workers:
+        raise SetupError(
+            f"{workers} workers need {workers} GPUs, and there are {count} here",
+            cause="each worker computes on a GPU of its own",
+            do=f"use --workers {count}, or --device cpu" if count else "use --device cpu",
+        )
+    return torch.device("cuda", worker)
+
+
+class Update:
+    """What happens to the reduced gradients before the optimizer sees them: L1, then clipping."""
+
+    def __init__(self, model: nn.Module, clip: Clip | None, l1: float) -> None:
+        if l1 < 0:
+            raise SetupError(f"l1={l1} would reward large weights", do="give l1 as 0 or above")
+        self.model, self.clip, self.l1 = model, clip or Clip(), l1
+        self.grad_norm: float | None = None
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        with_gradient = [p for p in self.model.parameters() if p.grad is not None]
+        if self.l1:
+            for parameter in with_gradient:
+                assert parameter.grad is not None
+                parameter.grad.add_(parameter.sign(), alpha=self.l1)
+        if self.clip.value is not None:
+            nn.utils.clip_grad_value_(with_gradient, self.clip.value)
+        if self.clip.norm is not None:
+            # Norms per parameter, then one over them in parameter order: a fixed order on every worker.
+            self.grad_norm = float(nn.utils.clip_grad_norm_(with_gradient, self.clip.norm))
+
+
+def count_parameters(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)

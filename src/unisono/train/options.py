@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user can ask of a training, as small values next to each other: clipping, early stopping, callbacks.
+
+Pure data and pure decisions; the loop acts on them. `Callback` is the whole set of hooks: four methods.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from unisono.core.errors import SetupError
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clip gradients by global norm, by value, or both (value first). ``Clip(norm=1.0)``."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, limit in (("norm", self.norm), ("value", self.value)):
+            if limit is not None and not limit > 0:
+                raise SetupError(f"Clip({name}={limit}) clips everything away", do="give a limit above 0")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{k}={v:g}" for k, v in (("norm", self.norm), ("value", self.value)) if v is not None)
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop when `metric` of the evaluation has not improved by `min_delta` for `patience` evaluations."""
+
+    metric: str = "loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    mode: Literal["min", "max"] = "min"
+
+    def should_stop(self, history: list[float]) -> bool:
+        """A pure function of the metric's values so far, oldest first. NaN never counts as an improvement."""
+        best, since = math.inf, 0
+        for value in history:
+            signed = value if self.mode == "min" else -value
+            if signed < best - self.min_delta or (math.isinf(best) and not math.isnan(signed)):
+                best, since = signed, 0
+            else:
+                since += 1
+        return since >= self.patience
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples: int
+    is_first_worker: bool
+
+
+@dataclass(frozen=True)
+class EpochInfo:
+    epoch: int
+    step: int
+    train_loss: float
+    metrics: dict[str, float]  # of the evaluation, empty when there was none
+    is_first_worker: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished training came to; the same object on every worker, and ``result.json`` on disk."""
+
+    weights_sha256: str
+    steps: int
+    samples: int
+    metrics: dict[str, float]
+    seconds: float
+    fingerprint: dict[str, Any]
+    workers: int = 1
+    microbatches: int = 1
+    skipped_steps: int = 0
+    stopped_early: str = ""
+    weights_file: str = ""
+    history: list[dict[str, float]] = field(default_factory=list)  # one entry an evaluation
+
+
+class Callback:
+    """Override what you need. Called on every worker, with the same values; `is_first_worker` is true on one.
+
+    Parameters may not be changed here. To end the training after the current step, call ``trainer.stop()``.
+    """
+
+    def on_start(self, trainer: Any) -> None:
+        """Before the first step."""
+
+    def on_step(self, info: StepInfo) -> None:
+        """After every step."""
+
+    def on_epoch(self, info: EpochInfo) -> None:
+        """After every epoch and its evaluation."""
+
+    def on_end(self, result: Result) -> None:
+        """After the last step; the weights are final."""

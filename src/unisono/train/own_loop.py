@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For users who keep their own loop: `attach` makes a plain PyTorch loop exact and distributed in five lines.
+
+The loader yields this worker's microbatches; `backward` and `step` stand where ``loss.backward()`` and
+``optimizer.step()`` stood. The machinery is that of the trainer; only the loop is the user's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from unisono.core import events
+from unisono.core.errors import NonFiniteLoss, SetupError
+from unisono.data.loading import Data
+from unisono.parallel.strategy import Microbatch, Reduced
+from unisono.train import context as contexts
+from unisono.train.finish import finish
+from unisono.train.job import Job, Request, open_job
+from unisono.train.loop import Loaded, Plan, current_lr, report_step, to_device
+from unisono.train.options import Clip, Result
+from unisono.train.state import TrainState
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: DataLoader[Any],
+    *,
+    clip: Clip | None = None,
+    microbatches: int | None = None,
+    exact: bool = True,
+) -> tuple[OwnLoop, OwnLoader]:
+    """Bind a model, its optimizer and a torch DataLoader to this run.
+
+    Returns the run, with `backward`, `step` and `finish`, and the loader to iterate over instead. Dataset, batch size,
+    shuffling, collate function and loader processes are taken over from `loader`; its batch size is the whole step's.
+    """
+    context = contexts.current()
+    context.begin_training()
+    data, batch_size = _take_over(loader)
+    request = Request(
+        model,
+        optimizer,
+        data,
+        batch_size,
+        max_steps=None,
+        epochs=_OPEN_END,
+        microbatches=microbatches,
+        exact=exact,
+        clip=clip,
+    )
+    run = OwnLoop(open_job(context, request))
+    return run, run.loader
+
+
+_OPEN_END = 1_000_000_000  # the user's loop decides
+
+
+def _take_over(loader: DataLoader[Any]) -> tuple[Data, int]:
+    if not isinstance(loader, DataLoader):
+        raise SetupError(f"attach needs a torch DataLoader, not {type(loader).__name__}")
+    if loader.batch_size is None:
+        raise SetupError(
+            "the DataLoader has no batch_size", do="give it one; a batch sampler of your own cannot be split"
+        )
+    iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
+    if not iterable and type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise SetupError(
+            f"the DataLoader has a {type(loader.sampler).__name__}",
+            cause="Unisono decides the order of samples, so that it is the same on any number of workers",
+            do="use shuffle=True or shuffle=False and no sampler",
+        )
+    data = Data(
+        loader.dataset,
+        shuffle=not iterable and isinstance(loader.sampler, RandomSampler),
+        drop_last=loader.drop_last,
+        loader_processes=loader.num_workers,
+        prefetch=loader.prefetch_factor or 2,
+        collate=loader.collate_fn if loader.collate_fn is not torch.utils.data.default_collate else None,
+    )
+    return data, loader.batch_size
+
+
+class OwnLoader:
+    """Iterate once per epoch; yields this worker's microbatches of every step."""
+
+    def __init__(self, run: OwnLoop) -> None:
+        self._run = run
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.microbatches()
+
+
+class OwnLoop:
+    """The user's side of a run. `loss` is the whole step's after `step` returned True."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.state, self.loader = job, TrainState(), OwnLoader(self)
+        self.loss = math.nan
+        self._started_s = time.perf_counter()
+        self._step_started_s = 0.0
+        self._pending: Reduced | None = None
+        self._backward_due = False
+        self._plan = Plan(compute=lambda _: torch.zeros(()))
+        self._loaded: Loaded | None = None
+
+    @property
+    def is_first_worker(self) -> bool:
+        return self.job.is_first
+
+    def microbatches(self) -> Iterator[Any]:
+        """One epoch, microbatch by microbatch; each starts from its own random state and from the step's buffers."""
+        job, state = self.job, self.state
+        job.check_data(state.epoch)
+        job.request.model.train()
+        source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
+        while True:
+            self._step_started_s = time.perf_counter()
+            data = next(source, None)
+            if data is None:
+                break
+            batches = [to_device(batch, job) for batch in data.batches]
+            self._loaded = Loaded(data, batches, time.perf_counter() - self._step_started_s)
+            yield from self._one_step(self._loaded)
+        state.next_epoch()
+
+    def _one_step(self, loaded: Loaded) -> Iterator[Any]:
+        job = self.job
+        weights = job.weights(loaded.step, loaded.batches)
+        job.strategy.begin_step(weights)
+        started = time.perf_counter()
+        for index, batch in zip(job.session.mine, loaded.batches, strict=True):
+            job.strategy.begin_microbatch(Microbatch(self.state.step, index, weights[index]))
+            is_last = index == job.session.mine.stop - 1
+            if batch is not None:
+                self._backward_due = True
+                self._is_last, self._compute_started_s = is_last, started
+                yield batch
+                if self._backward_due:
+                    raise SetupError("a batch was taken and run.backward(loss) was not called for it")
+            else:
+                job.strategy.end_empty_microbatch()
+                if is_last:
+                    self._reduce(started)
+        if self._pending is not None:
+            if any(batch is not None for batch in loaded.batches[-1:]):
+                raise SetupError("run.step() was not called after run.backward(loss)")
+            self._apply()  # the step ended with a microbatch without samples: nobody was there to call step()
+
+    def backward(self, loss: Tensor) -> None:
+        """Instead of ``loss.backward()``. `loss` is the mean over the batch."""
+        if not self._backward_due:
+            raise SetupError("run.backward(loss) was called twice for one batch", do="add the losses, call it once")
+        self._backward_due = False
+        self.job.strategy.backward(loss)
+        if self._is_last:
+            self._reduce(self._compute_started_s)
+
+    def _reduce(self, started: float) -> None:
+        assert self._loaded is not None
+        notes = [self._loaded.waited_s, time.perf_counter() - started, 0.0, float(self._loaded.step.check)]
+        self._pending = self.job.strategy.reduce(notes)
+        self.job.check_stream(self.state.step + 1, [row[3] for row in self._pending.notes])
+
+    def step(self) -> bool:
+        """Instead of ``optimizer.step()``. Updates after the step's last microbatch, and says whether it did."""
+        if self._pending is None:
+            return False
+        self._apply()
+        return True
+
+    def _apply(self) -> None:
+        reduced, self._pending = self._pending, None
+        assert reduced is not None
+        assert self._loaded is not None
+        if not math.isfinite(reduced.loss):
+            raise NonFiniteLoss(
+                f"the loss is {reduced.loss} at step {self.state.step + 1}", do="lower the learning rate"
+            )
+        lr = current_lr(self.job)
+        self.job.strategy.step(reduced.loss, _no_closure)
+        self.loss = reduced.loss
+        self.state.advance(reduced.loss, sum(self._loaded.step.counts))
+        report_step(self.job, self._plan, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
+
+    def finish(self, **metrics: float) -> Result:
+        """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""
+        if metrics:
+            self.state.history.append({"step": self.state.step, "epoch": self.state.epoch, **metrics})
+            self.job.emit(events.Evaluated(step=self.state.step, epoch=self.state.epoch, metrics=metrics, seconds=0.0))
+        try:
+            return finish(self.job, self.state, "", time.perf_counter() - self._started_s)
+        finally:
+            self.job.close()
+            self.job.context.close()
+
+
+def _no_closure() -> float:
+    raise SetupError("LBFGS evaluates a step several times, which only unisono.Trainer can do")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Trainer`: the public way to train. It turns its arguments into a job and a plan and hands them to the loop.
+
+The same script runs by itself (``python train.py``) or as one of many workers (``unisono run train.py --workers 4``);
+nothing in it says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from unisono.core import process
+from unisono.core.errors import ModelMismatch, SetupError, UnisonoError, suggest
+from unisono.data.loading import Data
+from unisono.train import context as contexts
+from unisono.train.evaluation import Evaluation, Metric, measure_with
+from unisono.train.finish import finish
+from unisono.train.job import Job, Request, open_job
+from unisono.train.loop import Plan, train
+from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
+from unisono.train.state import TrainState
+
+Loss = Callable[[Any, Any], Tensor]
+Objective = Callable[[nn.Module, Any], Tensor]
+
+
+class Trainer:
+    """Train `model` on `data`, with the same result, bit for bit, on any number of workers.
+
+    Args:
+        model: any `nn.Module`.
+        optimizer: any torch optimizer over the model's parameters.
+        loss: called as ``loss(model(inputs), targets)`` for batches ``(inputs, targets)``; a mean over the samples.
+        objective: instead of `loss`, called as ``objective(model, batch)``, for any other kind of batch.
+        data, eval_data: a dataset, or `Data(dataset, ...)` to say how it is read.
+        batch_size: samples of one optimizer step, over all workers.
+        epochs, max_steps: when to end; whichever comes first.
+        schedule: a torch learning-rate scheduler, stepped every step, or every epoch with ``schedule_every="epoch"``.
+        clip: `Clip(norm=...)`, `Clip(value=...)`.   l1: weight of an L1 penalty on all trained parameters.
+        metrics: name to ``f(outputs, targets)``, evaluated on `eval_data` after every epoch.
+        early_stop: `EarlyStop(metric=..., patience=...)`.
+        batch_norm: "local" (statistics of a microbatch) or "synchronised" (of the whole batch).
+        on_nonfinite: "stop" or "skip" a step whose loss is NaN or infinite.
+        count: for losses that are means over tokens: ``count(batch)`` says how many a batch has.
+        microbatches: M, how many parts a step is cut into; ``--microbatches`` has the last word.
+        exact: False gives up the promise for the backend's own all-reduce.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        data: Any,
+        batch_size: int,
+        loss: Loss | None = None,
+        objective: Objective | None = None,
+        eval_data: Any = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        schedule: Any = None,
+        schedule_every: Literal["step", "epoch"] = "step",
+        clip: Clip | None = None,
+        l1: float = 0.0,
+        metrics: Mapping[str, Metric] | None = None,
+        early_stop: EarlyStop | None = None,
+        callbacks: Sequence[Callback] = (),
+        batch_norm: Literal["local", "synchronised"] = "local",
+        on_nonfinite: Literal["stop", "skip"] = "stop",
+        count: Callable[[Any], float] | None = None,
+        microbatches: int | None = None,
+        exact: bool = True,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.loss, self.objective = loss, objective
+        self.eval_data, self.metrics = eval_data, dict(metrics or {})
+        self.schedule, self.schedule_every = schedule, schedule_every
+        self.callbacks, self.early_stop, self.on_nonfinite = tuple(callbacks), early_stop, on_nonfinite
+        self._stop_asked = False
+        self._fits = 0  # batches that went through the model
+        self._check_options(batch_norm)
+        self._request = Request(
+            model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
+            schedule, count,
+        )  # fmt: skip
+
+    def _check_options(self, batch_norm: str) -> None:
+        """Options that cannot take effect are errors, before anything runs."""
+        if (self.loss is None) == (self.objective is None):
+            raise SetupError("give either loss or objective", do="loss=nn.functional.cross_entropy is the usual one")
+        if getattr(self.loss, "reduction", "mean") == "sum":
+            raise SetupError(
+                "the loss adds up over the batch (reduction='sum')",
+                cause="Unisono weights each microbatch's mean by its true count",
+                do="use reduction='mean'",
+            )
+        choices = (
+            ("schedule_every", self.schedule_every, ("step", "epoch")),
+            ("on_nonfinite", self.on_nonfinite, ("stop", "skip")),
+            ("batch_norm", batch_norm, ("local", "synchronised")),
+        )
+        for name, value, allowed in choices:
+            if value not in allowed:
+                hint = suggest(str(value), allowed)
+                raise SetupError(f"{name}={value!r} is not one of {', '.join(allowed)}" + (f"; {hint}" if hint else ""))
+        if self.metrics and (self.eval_data is None or self.objective is not None):
+            raise SetupError("metrics need eval_data and a loss of (outputs, targets)")
+        known = ("loss", *self.metrics)
+        if self.early_stop and (self.eval_data is None or self.early_stop.metric not in known):
+            raise SetupError(
+                f"early_stop watches {self.early_stop.metric!r}, which no evaluation gives; known: {known}"
+            )
+        plateau = isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau and (self.schedule_every == "step" or self.eval_data is None):
+            raise SetupError("ReduceLROnPlateau follows evaluations", do='set schedule_every="epoch" and eval_data')
+
+    def stop(self) -> None:
+        """End the training after the current step; may be called on any worker, all of them stop together."""
+        self._stop_asked = True
+
+    def fit(self) -> Result:
+        """Train to the end and return the result. Raises `UnisonoError` for what Unisono can explain."""
+        context = contexts.current()
+        context.begin_training()
+        started, state = time.perf_counter(), TrainState()
+        try:
+            job = open_job(context, self._request)
+            try:
+                self.model.train()
+                plan = self._plan(job)
+                for callback in self.callbacks:
+                    callback.on_start(self)
+                train(job, plan, state)
+                result = finish(job, state, plan.stopped_early, time.perf_counter() - started)
+            finally:
+                job.close()
+            for callback in self.callbacks:
+                callback.on_end(result)
+        finally:
+            context.close()
+        return result
+
+    def _plan(self, job: Job) -> Plan:
+        return Plan(
+            compute=self._loss_of,
+            evaluate=self._evaluation(job),
+            after_step=self._step_schedule if self.schedule_every == "step" else lambda: None,
+            after_epoch=self._epoch_schedule if self.schedule_every == "epoch" else lambda _: None,
+            on_step=self._on_step,
+            on_epoch=self._on_epoch,
+            on_nonfinite=self.on_nonfinite,
+            early_stop=self.early_stop,
+            stop_asked=lambda: self._stop_asked,
+        )
+
+    def _on_step(self, info: StepInfo) -> None:
+        for callback in self.callbacks:
+            callback.on_step(info)
+
+    def _on_epoch(self, info: EpochInfo) -> None:
+        for callback in self.callbacks:
+            callback.on_epoch(info)
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        try:
+            value = self._call(batch)
+            self._fits += 1
+            return value
+        except UnisonoError:
+            raise
+        except Exception as error:
+            if self._fits:
+                raise
+            raise _does_not_fit(error, batch) from error
+
+    def _call(self, batch: Any) -> Tensor:
+        if self.objective is not None:
+            value = self.objective(self.model, batch)
+        else:
+            assert self.loss is not None
+            inputs, targets = split_batch(batch)
+            value = self.loss(self.model(inputs), targets)
+        if not isinstance(value, Tensor):
+            raise SetupError(f"the loss is a {type(value).__name__}, not a tensor")
+        return value if value.ndim == 0 else value.mean()
+
+    def _evaluation(self, job: Job) -> Callable[[], dict[str, float]]:
+        if self.eval_data is None:
+            return dict
+        measure = measure_with(self.loss, self.metrics) if self.loss else None
+
+        def measure_batch(batch: Any) -> list[tuple[float, float]]:
+            if measure is None:
+                assert self.objective is not None
+                samples = float(first_length(batch))
+                return [(float(self.objective(self.model, batch).double().mean()) * samples, samples)]
+            inputs, targets = split_batch(batch)
+            return measure(self.model(inputs), targets, len(targets))
+
+        data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
+        chunk = -(-job.spec.batch_size // job.spec.microbatches)
+        evaluation = Evaluation(data, ("loss", *self.metrics), measure_batch, chunk, job.spec.seed)
+        return lambda: evaluation.run(self.model, job.comm)
+
+    def _step_schedule(self) -> None:
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _epoch_schedule(self, metrics: dict[str, float]) -> None:
+        if isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.schedule.step(metrics["loss"])
+        else:
+            self._step_schedule()
+
+
+def as_data(value: Any) -> Data:
+    return value if isinstance(value, Data) else Data(value)
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, list | tuple) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise SetupError(
+        f"a batch is {describe(batch)}, not a pair (inputs, targets)",
+        do="let the dataset return (input, target), or pass objective=lambda model, batch: ... instead of loss",
+    )
+
+
+def first_length(batch: Any) -> int:
+    """The number of samples of a batch of any structure."""
+    if isinstance(batch, dict):
+        return first_length(next(iter(batch.values())))
+    if isinstance(batch, list | tuple):
+        return first_length(batch[0])
+    return len(batch)
+
+
+def describe(batch: Any) -> str:
+    """``[float32 (64, 1, 28, 28), int64 (64,)]``"""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} {tuple(batch.shape)}"
+    if isinstance(batch, list | tuple):
+        return "[" + ", ".join(map(describe, batch)) + "]"
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
+    return type(batch).__name__
+
+
+def _does_not_fit(error: Exception, batch: Any) -> ModelMismatch:
+    return ModelMismatch(
+        f"{type(error).__name__}: {error}",
+        where=process.user_line(error),
+        cause=f"the model or the loss does not fit the first batch, {describe(batch)}",
+        do="compare that shape and dtype with what the model and the loss expect",
+    )

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel between a supervisor and one of its workers: events up, and a sign of life both ways.
+
+A socket pair inherited by the worker carries one JSON event a line. Its end-of-file is the fastest news of a death:
+the supervisor learns of the worker's, and the worker, in `leave_with_supervisor`, of the supervisor's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+
+from unisono.core import events
+
+FD_VARIABLE = "UNISONO_CHANNEL_FD"
+
+
+class Channel:
+    """The worker's end. `send` may be called from any thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._lock = threading.Lock()
+
+    def send(self, event: events.Event) -> None:
+        line = events.encode(event).encode() + b"\n"
+        try:
+            with self._lock:
+                self._socket.sendall(line)
+        except OSError:
+            _end_this_process_group()  # nobody is left to train for
+
+    def leave_with_supervisor(self) -> None:
+        """From now on, end this process and its children when the supervisor is gone."""
+        threading.Thread(target=self._watch, name="unisono-channel", daemon=True).start()
+
+    def _watch(self) -> None:
+        try:
+            while self._socket.recv(4096):
+                pass
+        except OSError:
+            pass
+        _end_this_process_group()
+
+
+def _end_this_process_group() -> None:
+    """A worker leads its own process group, so this takes its loader processes along."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+class LineReader:
+    """The supervisor's end: feed it what arrived, get whole events back."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[events.Event]:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [event for event in map(events.decode, lines) if event is not None]
