@@ -72,6 +72,8 @@ class ProcessGroupComm:
                 self._group = _gloo(store, self.rank, self.size, self.patience)
         except RuntimeError as error:
             raise _lost(-1, error) from None
+        # Formed means formed for all: one who leaves again at once must not break the others' connecting.
+        self.gather(torch.zeros(1, device="cuda" if self.backend == "nccl" else "cpu"))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         group, nccl = self._group, self.backend == "nccl"

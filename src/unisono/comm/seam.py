@@ -43,7 +43,10 @@ class Comm(Protocol):
         """Meet the members of this generation; the generation before is left behind."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
-        """Send and receive all of these at once. Between two ranks, messages of one tag arrive in the order sent."""
+        """Send and receive all of these at once. Between two ranks, messages of one tag arrive in the order sent.
+
+        A send may complete only when the peer has asked for it: post everything, then wait.
+        """
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Everybody's `tensor`, by rank, on every rank. For small tensors of one shape and dtype."""

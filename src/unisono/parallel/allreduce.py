@@ -50,6 +50,7 @@ class AllReduce:
         self._overlap: Overlap | None = None
         self._gradients: Gradients | None = None
         self._buffers = Buffers(model)
+        self._trained: list[int] = []
         self._weights: tuple[float, ...] = ()
         self._losses: dict[int, Tensor] = {}
         self._silent: set[int] = set()
@@ -68,17 +69,17 @@ class AllReduce:
         return tree.landings(mine, self._membership.microbatches)
 
     def begin_step(self, weights: Sequence[float]) -> None:
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        gradients = self._gradients
-        if gradients is None or [id(p) for _, p in named] != [id(p) for p in gradients.parameters]:
-            gradients = self._follow(named)
+        gradients, trained = self._gradients, _trained(self.optimizer)
+        if gradients is None or trained != self._trained:
+            gradients, self._trained = self._follow(), trained
         self._weights = tuple(weights)
         self._losses, self._silent = {}, set()
         self._buffers.begin_step()
         gradients.begin_step(self._assignment, self._on_ready)
 
-    def _follow(self, named: list[tuple[str, nn.Parameter]]) -> Gradients:
+    def _follow(self) -> Gradients:
         """Lay out the parameters that train now: at the start, and whenever the script freezes or thaws some."""
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         if not named:
             raise SetupError(
                 "the model has no parameter to train",
@@ -194,6 +195,11 @@ class AllReduce:
             self._overlap.close()
         if self._gradients is not None:
             self._gradients.close()
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[int]:
+    """What the optimizer trains now. Asked every step, so it looks at the optimizer's list, not at the module tree."""
+    return [id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _refuse_sparse(model: nn.Module) -> None:

@@ -93,6 +93,7 @@ class Gradients:
         )
         return self.cursor
 
+    @torch.no_grad()
     def end_microbatch(self) -> list[int]:
         """Count what got no gradient as zeros, exactly as if zeros had been sent. Returns their positions."""
         cursor, self.cursor = self.cursor, None
@@ -121,7 +122,6 @@ class Gradients:
 
         return take
 
-    @torch.no_grad()
     def _land(self, cursor: Cursor, position: int, gradient: Tensor | None) -> None:
         level, merges = cursor.landing.level, cursor.landing.merges
         target = self._views[level][position]

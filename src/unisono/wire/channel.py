@@ -22,6 +22,7 @@ class Channel:
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)  # a program that the script starts must not hold the channel open
         self._lock = threading.Lock()
 
     def send(self, event: events.Event) -> None:
@@ -47,7 +48,7 @@ class Channel:
 
 def _end_this_process_group() -> None:
     """A worker leads its own process group, so this takes its loader processes along."""
-    if os.getpgrp() == os.getpid():
+    if os.getpgrp() == os.getpid():  # not so in a process that the worker has forked
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For every test that starts processes: nothing that it started may outlive it.
+
+Applies to tests/multiproc, tests/chaos and tests/e2e without being asked for. Import the helper that starts things
+with ``from multiproc.running import run_unisono``; this folder is on the path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from multiproc.running import MARK, gone_within, left_behind
+
+_WATCHED = ("multiproc", "chaos", "e2e")
+_GONE_WITHIN_S = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Fails a test that leaves a process or a temporary directory of Unisono behind, and removes it."""
+    if not set(_WATCHED) & set(request.path.relative_to(Path(__file__).parent).parts):
+        yield
+        return
+    mark = uuid.uuid4().hex
+    # Short, because sockets of loader processes live in it and their paths may have 107 characters.
+    temporary = Path(tempfile.mkdtemp(prefix="ut-"))
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    try:
+        yield
+        clean = gone_within(_GONE_WITHIN_S, lambda: left_behind(mark, tmp_path))
+        processes = [] if clean else left_behind(mark, tmp_path)
+        folders = sorted(path.name for path in temporary.glob("unisono-*"))
+        names = [_end(process) for process in processes]
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if names or folders:
+        pytest.fail(f"left behind: processes {names}, temporary directories {folders}")
+
+
+def _end(process: psutil.Process) -> str:
+    """Kill it and say what it was."""
+    name = f"pid {process.pid}"
+    with contextlib.suppress(psutil.Error):
+        name += ": " + " ".join(process.cmdline())
+        process.kill()
+    return name
