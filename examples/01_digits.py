@@ -38,6 +38,6 @@ if __name__ == "__main__":
         eval_data=test_set,
         metrics={"accuracy": unisono.accuracy},
         batch_size=64,
-        epochs=8,
+        epochs=6,
     )
     trainer.fit()

@@ -101,7 +101,8 @@ class AllReduce:
     def backward(self, loss: Tensor) -> None:
         """The second half of `forward_backward`, for loops that compute the loss themselves."""
         self._losses[self._current.index] = loss.detach()
-        (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:  # not so when everything that this microbatch went through is frozen
+            (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
         self._end_microbatch()
 
     def _end_microbatch(self) -> None:
@@ -155,6 +156,12 @@ class AllReduce:
         used, silent_anywhere, self._changed = (
             [any(row[i] for row in rows) for i in range(first, last)] for first, last in pairwise(bounds[:4])
         )
+        if not any(used):
+            raise SetupError(
+                "the loss depends on no parameter that can be trained",
+                cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
+                do="let the loss come from the model's output, and leave something unfrozen",
+            )
         gradients.publish(used)
         owner = [self._membership.rank_of(self._membership.owner_of(i)) for i in range(total)]
         return Reduced(

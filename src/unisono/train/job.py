@@ -53,6 +53,7 @@ class Request:
     batch_norm: str = "local"
     schedule: Any = None
     count: CountOf | None = None
+    has_end: bool = True  # False: the user's own loop decides
 
 
 @dataclass
@@ -179,7 +180,7 @@ def open_job(context: Context, request: Request) -> Job:
 def _resolve(context: Context, request: Request) -> JobSpec:
     if request.batch_size < 1:
         raise SetupError(f"batch_size={request.batch_size}: a batch needs at least one sample")
-    if (request.epochs is None) == (request.max_steps is None) and request.epochs is None:
+    if request.has_end and request.epochs is None and request.max_steps is None:
         raise SetupError("the training has no end", do="give epochs, max_steps, or both")
     for name, value in (("epochs", request.epochs), ("max_steps", request.max_steps)):
         if value is not None and value < 1:

@@ -46,21 +46,10 @@ def attach(
     context.begin_training()
     data, batch_size = _take_over(loader)
     request = Request(
-        model,
-        optimizer,
-        data,
-        batch_size,
-        max_steps=None,
-        epochs=_OPEN_END,
-        microbatches=microbatches,
-        exact=exact,
-        clip=clip,
+        model, optimizer, data, batch_size, microbatches=microbatches, exact=exact, clip=clip, has_end=False
     )
     run = OwnLoop(open_job(context, request))
     return run, run.loader
-
-
-_OPEN_END = 1_000_000_000  # the user's loop decides
 
 
 def _take_over(loader: DataLoader[Any]) -> tuple[Data, int]:

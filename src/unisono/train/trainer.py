@@ -175,6 +175,8 @@ class Trainer:
         except UnisonoError:
             raise
         except Exception as error:
+            if "more than 1 value per channel" in str(error):
+                raise _too_small_for_batch_norm(batch) from error
             if self._fits:
                 raise
             raise _does_not_fit(error, batch) from error
@@ -250,6 +252,14 @@ def describe(batch: Any) -> str:
     if isinstance(batch, dict):
         return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in batch.items()) + "}"
     return type(batch).__name__
+
+
+def _too_small_for_batch_norm(batch: Any) -> SetupError:
+    return SetupError(
+        f"batch norm has statistics to take from a microbatch of one sample, {describe(batch)}",
+        cause="the batch, or the epoch's short last batch, is cut into as many microbatches as it has samples",
+        do='Data(..., drop_last=True), a larger batch_size, fewer microbatches, or batch_norm="synchronised"',
+    )
 
 
 def _does_not_fit(error: Exception, batch: Any) -> ModelMismatch:

@@ -7,17 +7,18 @@ the first exception as an event with the user's own file and line, and ends with
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import runpy
 import socket
 import sys
-import traceback
 from pathlib import Path
 
 from unisono.core import events, process, seeds
-from unisono.core.errors import NothingTrained, ScriptFailed, ScriptSyntax, UnisonoError
+from unisono.core.errors import InternalError, ModelMismatch, NothingTrained, ScriptFailed, ScriptSyntax, UnisonoError
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
 from unisono.train.context import Context, set_current
@@ -28,6 +29,8 @@ VARIABLE = "UNISONO_WORKER"  # JSON: {"worker": 0, "spec": {...}, "meeting_point
 
 def main() -> int:
     process.die_with_parent()
+    with contextlib.suppress(Exception):  # a crash in native code then names the user's line in the log
+        faulthandler.enable()
     settings = json.loads(os.environ.pop(VARIABLE))
     channel = Channel(int(os.environ.pop(FD_VARIABLE)))
     channel.leave_with_supervisor()
@@ -37,7 +40,8 @@ def main() -> int:
     def emit(event: events.Event) -> None:
         channel.send(dataclasses.replace(event, worker=worker))
 
-    context = Context(spec, RunDir(Path(spec.run_dir)), worker, emit, settings["meeting_point"])
+    # Absolute: a script may change its working directory.
+    context = Context(spec, RunDir(Path(spec.run_dir).absolute()), worker, emit, settings["meeting_point"])
     set_current(context)
     emit(events.WorkerStarted(pid=os.getpid(), host=socket.gethostname()))
     try:
@@ -49,36 +53,45 @@ def main() -> int:
                 do='call trainer.fit(), also when the file guards it with if __name__ == "__main__"',
             )
     except BaseException as error:
-        if isinstance(error, SystemExit) and not error.code:
-            return 0
         failure = _explain(error)
-        trace = getattr(failure, "trace", "") or traceback.format_exc()
-        sys.stderr.write(trace)
-        emit(events.WorkerFailed(failure=failure.as_dict(), traceback=trace))
+        trace = failure.trace or process.user_traceback(error)
+        with contextlib.suppress(Exception):  # the script may have closed it
+            sys.stderr.write(trace)
+        # What Unisono itself has found needs no stack on the screen; the log has it.
+        shown = trace if isinstance(failure, ScriptFailed | ModelMismatch | InternalError) else ""
+        emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown))
         return failure.exit_code
     return 0
 
 
 def _run_script(spec: RunSpec) -> None:
+    script = Path(spec.script).absolute()
     sys.argv = [spec.script, *spec.args]
-    sys.path[0] = str(Path(spec.script).resolve().parent)
+    sys.path.insert(0, str(script.resolve().parent))
     seeds.seed_now_and_on_import(spec.seed if spec.seed is not None else seeds.from_environment())
-    runpy.run_path(spec.script, run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        if error.code:
+            raise
 
 
 def _explain(error: BaseException) -> UnisonoError:
+    where = process.user_line(error)
     if isinstance(error, UnisonoError):
+        error.where = error.where or where
         return error
     if isinstance(error, SystemExit):
-        return ScriptFailed(f"the script left with sys.exit({error.code!r})", where=process.user_line(error))
+        return ScriptFailed(f"the script left with sys.exit({error.code!r})", where=where)
     kind = ScriptSyntax if isinstance(error, SyntaxError) else ScriptFailed
-    return kind(f"{type(error).__name__}: {error}", where=process.user_line(error))
+    return kind(process.describe(error), where=where)
 
 
 if __name__ == "__main__":
     code = main()
     if code:
         # The interpreter's own shutdown may wait for threads of a broken generation; nothing is left to save.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
         os._exit(code)
