@@ -40,7 +40,7 @@ def _leaves_nothing_behind(
         yield
         clean = gone_within(_GONE_WITHIN_S, lambda: left_behind(mark, tmp_path))
         processes = [] if clean else left_behind(mark, tmp_path)
-        folders = sorted(path.name for path in temporary.glob("unisono-*"))
+        folders = [path.name for pattern in ("unisono-*", "pymp-*") for path in temporary.glob(pattern)]
         names = [_end(process) for process in processes]
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

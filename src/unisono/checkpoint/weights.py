@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,9 +26,13 @@ _MAX_HEADER_BYTES = 100_000_000
 _CHUNK_BYTES = 1 << 20
 _DTYPES = {  # torch's names to safetensors'
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
     "bool": "BOOL", "uint16": "U16", "uint32": "U32", "uint64": "U64", "complex64": "C64",
 }  # fmt: skip
+
+
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how safetensors words an error of the operating system
 
 
 def _entry(name: str, dtype: str, shape: list[int]) -> bytes:
@@ -51,15 +57,28 @@ def hash_state(state: Mapping[str, Tensor]) -> str:
 
 
 def save_state(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file that appears whole or not at all. Tied tensors are written once under each name."""
+    """Write a safetensors file that appears whole or not at all. Tied tensors are written once under each name.
+
+    Raises OSError where it cannot be written, and RuntimeError for a dtype that such a file cannot hold.
+    """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    plain = {name: value.detach().cpu().clone() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name, value in tensors.items():
+        if str(value.dtype).removeprefix("torch.") not in _DTYPES:
+            raise RuntimeError(f"{name} is {value.dtype}, which a safetensors file cannot hold")
+    plain = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
     scratch = path.with_name(path.name + ".tmp")
     try:
         save_file(plain, scratch)
         scratch.replace(path)
+    except SafetensorError as error:
+        number = _OS_ERROR.search(str(error))
+        if number is None:
+            raise RuntimeError(str(error)) from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
     finally:
         scratch.unlink(missing_ok=True)
 
@@ -68,9 +87,10 @@ def hash_file(path: Path) -> str:
     """The hash of a safetensors or `torch.save` file."""
     try:
         with path.open("rb") as file:
-            start = file.read(2)
+            start = file.read(9)
             file.seek(0)
-            if start in (b"PK", b"\x80\x02"):
+            # A safetensors file starts with eight bytes of length, which may look like anything, and a brace.
+            if start[:2] in (b"PK", b"\x80\x02") and start[8:] != b"{":
                 return _hash_torch_file(path)
             return _hash_safetensors(file, path)
     except OSError as error:
@@ -99,7 +119,7 @@ def _hash_safetensors(file: BinaryIO, path: Path) -> str:
                 total.update(chunk)
                 left -= len(chunk)
         return total.hexdigest()
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise UsageError(
             f"{path} is neither a safetensors nor a torch file of weights: {error}",
             do="give a run directory, a .safetensors file or a .pt file with a state dict",
@@ -107,16 +127,14 @@ def _hash_safetensors(file: BinaryIO, path: Path) -> str:
 
 
 def _hash_torch_file(path: Path) -> str:
-    import pickle
-
     import torch
 
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle can fail in any way
         raise UsageError(
             f"{path} holds more than tensors, or is damaged; it was not loaded",
-            cause=str(error).splitlines()[0],
+            cause=(str(error).splitlines() or [type(error).__name__])[0],
             do="save only model.state_dict()",
         ) from None
     if isinstance(state, dict) and isinstance(state.get("model"), dict):

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 
 def main() -> None:
-    from unisono.cli.app import start
+    try:
+        from unisono.cli.app import start
 
-    start()
+        start()
+    except KeyboardInterrupt:  # so early or so late that there was nothing to stop
+        raise SystemExit(130) from None

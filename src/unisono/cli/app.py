@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from unisono.core.errors import UnisonoError
 
 app = typer.Typer(
     name="unisono",
     help="Train one model on any number of workers and get the same bits.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -21,14 +25,63 @@ app = typer.Typer(
 
 
 def start() -> None:
-    """Entry point: turns a `UnisonoError` into its message and its exit code."""
-    from unisono.core.errors import UnisonoError
+    """Entry point: whatever goes wrong becomes a message and an exit code of the table in `core.errors`."""
+    from unisono.core.errors import InternalError, Interrupted, UnisonoError
 
+    _open_missing_streams()
+    arguments = sys.argv[1:]
     try:
-        app()
+        # Help is shown for a bare `unisono` too, but that is not a success.
+        code = app(arguments or ["--help"], prog_name="unisono", standalone_mode=False) or (0 if arguments else 2)
+        if code == Interrupted.exit_code:  # Ctrl-C while no supervisor was in charge
+            raise Interrupted("stopped by Ctrl-C")
+        raise SystemExit(code)
     except UnisonoError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
+        _say_and_leave(error)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # the parser's own
+            _say_and_leave(_explain_usage(error))
+        traceback.print_exc()
+        _say_and_leave(
+            InternalError(
+                f"{type(error).__name__}: {error}",
+                cause="a fault in Unisono itself",
+                do="please report it with the lines above",
+            )
+        )
+
+
+def _say_and_leave(error: UnisonoError) -> NoReturn:
+    print(error, file=sys.stderr)
+    raise SystemExit(error.exit_code)
+
+
+def _explain_usage(error: Any) -> UnisonoError:
+    """The parser's complaint in the form of all our errors; a misspelt option gets its suggestion."""
+    from unisono.core.errors import UsageError, suggest
+
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "unisono"
+    what, do = error.format_message().rstrip("."), f"see {command} --help"
+    if hasattr(error, "possibilities"):  # an option that nobody knows
+        known = [name for parameter in context.command.params for name in parameter.opts] if context else []
+        hint = suggest(error.option_name, [name for name in known if name.startswith("--")])
+        what = f"{command}: there is no option {error.option_name}" + (f"; {hint}" if hint else "")
+        if command.endswith(" run"):
+            do += "; options of the script itself go behind --: unisono run train.py --workers 4 -- --lr 0.1"
+    return UsageError(what, do=do)
+
+
+def _open_missing_streams() -> None:
+    """A closed stdin, stdout or stderr would otherwise lend its number to the next socket or file."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
 
 
 @app.command()

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from unisono.checkpoint.weights import hash_file
 from unisono.control.summary import summarise
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, duration, format_metrics
-from unisono.core.run_dir import RunDir, find
+from unisono.core.run_dir import RunDir, find, read_result
 
 
 def weights_hash(path: Path) -> str:
@@ -20,14 +19,16 @@ def weights_hash(path: Path) -> str:
     run_dir = find(str(path))
     if run_dir.weights.exists():
         return hash_file(run_dir.weights)
-    if run_dir.result.exists():
-        return str(json.loads(run_dir.result.read_text())["weights_sha256"])
+    result = read_result(run_dir)
+    if result and "weights_sha256" in result:
+        return str(result["weights_sha256"])
     raise UsageError(f"the run {path} has no weights yet", do="wait until it has finished (unisono show says)")
 
 
 def show_run(name: str) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     run_dir: RunDir = find(name)
     summary = summarise(run_dir)
@@ -35,7 +36,7 @@ def show_run(name: str) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim")
     for label, text in summary.rows():
-        table.add_row(label, text)
+        table.add_row(label, Text(text))  # as it is: brackets of the user's are no markup
     console.print(table)
     if summary.timings:
         console.print()
@@ -48,4 +49,6 @@ def show_run(name: str) -> None:
             workers.add_row(worker, summary.ranges.get(worker, ""), *cells)
         console.print(workers)
     for entry in summary.evaluations[-5:]:
-        console.print(f"epoch {entry.epoch}  step {entry.step}  {format_metrics(entry.metrics)}", highlight=False)
+        console.print(
+            f"epoch {entry.epoch}  step {entry.step}  {format_metrics(entry.metrics)}", highlight=False, markup=False
+        )

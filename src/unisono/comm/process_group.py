@@ -73,7 +73,7 @@ class ProcessGroupComm:
         except RuntimeError as error:
             raise _lost(-1, error) from None
         # Formed means formed for all: one who leaves again at once must not break the others' connecting.
-        self.gather(torch.zeros(1, device="cuda" if self.backend == "nccl" else "cpu"))
+        self.gather(torch.zeros(1))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         group, nccl = self._group, self.backend == "nccl"
@@ -96,33 +96,46 @@ class ProcessGroupComm:
         return _Works(works)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        result = [torch.empty_like(tensor) for _ in range(self.size)]
-        result[self.rank].copy_(tensor)
+        own = self._within_reach(tensor)
+        result = [torch.empty_like(own) for _ in range(self.size)]
+        result[self.rank].copy_(own)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        sends = [Message(rank, tensor.contiguous()) for rank in others]
+        sends = [Message(rank, own) for rank in others]
         self.exchange(sends, [Message(rank, result[rank]) for rank in others], _GATHER_TAG).wait()
-        return result
+        return [row.to(tensor.device) for row in result]
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         if self.size == 1:
             return
         others = [rank for rank in range(self.size) if rank != root]
-        whole = tensor.contiguous()
-        sends = [Message(rank, whole) for rank in others] if self.rank == root else []
-        receives = [] if self.rank == root else [Message(root, whole)]
+        own = self._within_reach(tensor)
+        sends = [Message(rank, own) for rank in others] if self.rank == root else []
+        receives = [] if self.rank == root else [Message(root, own)]
         self.exchange(sends, receives, _BROADCAST_TAG).wait()
-        if whole is not tensor:
-            tensor.copy_(whole)
+        if own is not tensor:
+            tensor.copy_(own)
 
     def reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         if self.size == 1:
             return DONE
+        own = self._within_reach(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # type: ignore[assignment]
         try:
-            return _Works([(self._group.allreduce([tensor], options), tensor, -1)])
+            works = _Works([(self._group.allreduce([own], options), own, -1)])
         except RuntimeError as error:
             raise _lost(-1, error) from None
+        if own is tensor:
+            return works
+        works.wait()
+        tensor.copy_(own)
+        return DONE
+
+    def _within_reach(self, tensor: Tensor) -> Tensor:
+        """Contiguous, and on the GPU where NCCL needs it; the tensor itself when it already is."""
+        if self.backend == "nccl" and not tensor.is_cuda:
+            tensor = tensor.cuda()
+        return tensor.contiguous()
 
     def abort(self) -> None:
         if self._group is not None:

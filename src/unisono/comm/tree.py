@@ -77,11 +77,14 @@ class Landing:
 
 def landings(mine: range, microbatches: int) -> tuple[Landing, ...]:
     """The landing of each microbatch of `mine`, computed in order."""
+    splits = inner_nodes(microbatches)
     result: list[Landing] = []
-    depth = 0
-    for count in range(1, len(mine) + 1):
-        kept = len(cover(mine[:count], microbatches))
-        merges = depth + 1 - kept
+    stack: list[Node] = []
+    for microbatch in mine:
+        depth = len(stack)
+        stack.append((microbatch, microbatch + 1))
+        while len(stack) > 1 and splits.get((stack[-2][0], stack[-1][1])) == stack[-1][0]:
+            stack[-2:] = [(stack[-2][0], stack[-1][1])]
+        merges = depth + 1 - len(stack)
         result.append(Landing(level=depth if merges == 0 else depth - 1, merges=merges))
-        depth = kept
     return tuple(result)

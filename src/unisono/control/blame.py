@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who is to blame for a failed run: a pure decision over what the workers reported and how they ended.
 
-The user's own exception beats a killed process, which beats a connection that broke because of either. Among equals the
-first by time wins. Workers that the supervisor stopped are never blamed.
+The first cause by time wins, be it an exception or a process that died without a word. A connection that broke is a
+consequence, shown only when nothing better is known. Workers that the supervisor stopped are never blamed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,33 @@ class Death:
     exit_code: int  # negative: the signal that ended it
     time_s: float
     stopped_by_us: bool
+    last_words: str = ""  # the end of its output
+    farewell: bool = True  # it had said that its script was at the end
+
+    @property
+    def is_silent(self) -> bool:
+        """It ended by itself, and not in the way that a finished script does."""
+        return not self.stopped_by_us and (self.exit_code != 0 or not self.farewell)
 
 
 def first_failure(
     failures: Sequence[WorkerFailed], deaths: Sequence[Death], host: str, run_dir: RunDir
 ) -> tuple[UnisonoError | None, str]:
-    """The failure to show and the user's traceback that goes with it; (None, "") when nothing went wrong."""
+    """The failure to show and the text that goes above it; (None, "") when nothing went wrong."""
     reported = sorted(failures, key=lambda failure: failure.time_s)
     causes = [failure for failure in reported if failure.failure.get("code") != PeerLost.code]
-    if causes:
-        return _told(causes[0], host), causes[0].traceback
     reporters = {failure.worker for failure in failures}
-    silent = [
-        death for death in deaths if death.exit_code and not death.stopped_by_us and death.worker not in reporters
-    ]
-    if silent:
-        return _untold(min(silent, key=lambda death: death.time_s), host, run_dir), ""
+    unexplained = sorted(
+        (death for death in deaths if not death.stopped_by_us and death.worker not in reporters),
+        key=lambda death: death.time_s,
+    )
+    silent = [death for death in unexplained if death.is_silent]
+    if causes and not (silent and silent[0].time_s < causes[0].time_s):
+        return _told(causes[0], host), causes[0].traceback
+    # A worker that left politely in the middle is the cause of the connections that broke, and of nothing else.
+    culprits = silent or (unexplained if reported else [])
+    if culprits:
+        return _untold(culprits[0], host, run_dir), culprits[0].last_words
     if reported:
         return _told(reported[0], host), ""
     return None, ""
@@ -52,9 +63,10 @@ def _told(event: WorkerFailed, host: str) -> UnisonoError:
 
 def _untold(death: Death, host: str, run_dir: RunDir) -> WorkerLost:
     log = run_dir.worker_log(death.worker)
-    if death.exit_code > 0:
+    if death.exit_code >= 0:
+        moment = "before the training was finished" if death.exit_code == 0 else "and said nothing"
         return WorkerLost(
-            f"worker {death.worker} on {host} ended with exit code {death.exit_code} and said nothing",
+            f"worker {death.worker} on {host} ended with exit code {death.exit_code} {moment}",
             cause="the script, or a library in it, ended the process",
             do=f"look at the end of {log}",
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import ast
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,17 @@ def _check_script(script: str) -> None:
     if not script:
         raise UsageError("no script was given", do="write: unisono run train.py --workers 4")
     path = Path(script)
-    if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path()
+    if not os.path.isfile(path):
+        folder = path.parent if os.path.isdir(path.parent) else Path()
         hint = suggest(path.name, [item.name for item in folder.glob("*.py")])
-        what = "is a directory" if path.is_dir() else "does not exist"
+        what = "is not a file" if os.path.exists(path) else "does not exist"
         raise ScriptMissing(
-            f"the script {script} {what}" + (f"; {hint}" if hint else ""), where=f"looked in {folder.resolve()}"
+            f"the script {script} {what}" + (f"; {hint}" if hint else ""),
+            where=f"looked in {folder.resolve()}",
+            do="give the path of a Python file: unisono run train.py --workers 4",
         )
     try:
-        ast.parse(path.read_bytes(), filename=str(path))
+        compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
         raise ScriptSyntax(
             f"SyntaxError: {error.msg}", where=f"{script}:{error.lineno}: {(error.text or '').strip()}"

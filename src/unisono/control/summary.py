@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.core import events
+from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, duration, format_metrics
-from unisono.core.run_dir import RunDir
+from unisono.core.run_dir import RunDir, read_result
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Summary:
             ("microbatches", str(self.job.get("microbatches", ""))),
             ("batch", str(self.job.get("batch_size", ""))),
             ("steps", f"{step:,}{of}"),
-            ("loss", f"{self.step.loss:.4f}" if self.step else ""),
+            ("loss", format_metrics({"": self.step.loss}).strip() if self.step else ""),
             ("time", duration(ended_s - self.started_s)),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result else ""),
@@ -79,8 +79,10 @@ def summarise(run_dir: RunDir) -> Summary:
     for event in events.read(run_dir.events):
         summary.last_s = event.time_s
         _take(summary, event)
-    if run_dir.result.exists():
-        summary.result = json.loads(run_dir.result.read_text())
+    try:
+        summary.result = read_result(run_dir) or summary.result
+    except UsageError as error:
+        summary.notices.append(error.what)
     return summary
 
 

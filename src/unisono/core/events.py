@@ -8,6 +8,7 @@ An event never carries tensors and never waits for anything. `encode` and `decod
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -141,7 +142,18 @@ Sink = Callable[[Event], None]
 
 
 def encode(event: Event) -> str:
-    return json.dumps({"kind": event.kind, **asdict(event)}, separators=(",", ":"))
+    return json.dumps({"kind": event.kind, **plain(asdict(event))}, separators=(",", ":"), allow_nan=False)
+
+
+def plain(value: Any) -> Any:
+    """`value` for any JSON reader: NaN and infinity, which JSON does not have, become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
 
 
 def decode(line: str | bytes) -> Event | None:

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_TEXT = 2000  # characters of an exception's message; the traceback in the log has all of them
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + os.sep for path in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
@@ -47,6 +48,23 @@ def user_line(error: BaseException) -> str:
     own = [frame for frame in frames if is_user_code(frame.filename)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback as the user would have seen it without us: from the first frame of their own code on."""
+    trace = error.__traceback__
+    while trace is not None and not is_user_code(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+
+
+def describe(error: BaseException) -> str:
+    """``ValueError: too big``, also for exceptions that cannot be printed."""
+    try:
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"
+    except Exception:
+        return f"{type(error).__name__} (its text could not be made)"
 
 
 def signal_name(number: int) -> str:

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees of a run: one live line while it trains, and a few lines at the end. A reader of events.
+"""What a person sees of a run: two live lines while it trains, and a few lines at the end. A reader of events.
 
-On a terminal the line is redrawn in place; elsewhere plain lines appear at widening intervals. Used by the supervisor
+On a terminal they are redrawn in place; elsewhere plain lines appear at widening intervals. Used by the supervisor
 and by a script that runs by itself. It prints and decides nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections import deque
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, cast
 
 from unisono.core import events
 from unisono.core.errors import UnisonoError
@@ -18,6 +21,8 @@ from unisono.core.run_dir import RunDir
 
 PARTS = ("data", "compute", "communication", "waiting")
 _SHORT = {"data": "data", "compute": "compute", "communication": "comm", "waiting": "wait"}
+_COLOURS = {"data": "yellow", "compute": "green", "communication": "blue", "waiting": "red"}
+_BAR, _BAR_LEAST = 24, 6  # characters
 _PLAIN_EVERY_S = 2.0
 _PLAIN_SLOWEST_S = 30.0
 
@@ -38,18 +43,21 @@ def shares(timings: dict[str, dict[str, float]]) -> dict[str, float]:
     return {part: total / whole if whole else 0.0 for part, total in totals.items()}
 
 
-def format_metrics(metrics: dict[str, float]) -> str:
-    return "  ".join(
-        f"{name} {value * 100:.2f} %" if name == "accuracy" else f"{name} {value:.4f}"
-        for name, value in metrics.items()
-    )
+def format_metrics(metrics: Mapping[str, float | None]) -> str:
+    return "  ".join(f"{name} {_number(name, value)}" for name, value in metrics.items())
+
+
+def _number(name: str, value: float | None) -> str:
+    if value is None:  # what NaN and infinity become on their way through JSON
+        return "not finite"
+    return f"{value:.2%}".replace("%", " %") if name == "accuracy" else f"{value:.4f}"
 
 
 class Progress:
     """Feed it events with `handle`."""
 
     def __init__(self, run_dir: RunDir, stream: TextIO | None = None) -> None:
-        self.run_dir, self.stream = run_dir, stream or sys.stderr
+        self.run_dir, self.stream = run_dir, _Sturdy(stream or sys.stderr)
         self.steps_total: int | None = None
         self.recent: deque[events.StepFinished] = deque(maxlen=50)
         self.workers = 1
@@ -61,7 +69,7 @@ class Progress:
             from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=self.stream)
+            console = Console(file=cast(TextIO, self.stream))
             self._live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._panel)
 
     def handle(self, event: events.Event) -> None:
@@ -92,9 +100,10 @@ class Progress:
         if self._live is None and (now_s >= self._next_plain_s or event.step == self.steps_total):
             self._next_plain_s = now_s + self._interval_s
             self._interval_s = min(self._interval_s * 1.3, _PLAIN_SLOWEST_S)
-            self._line(self._status())
+            self._line("  ".join([self._status(), *self._where().values()]))
 
     def _status(self) -> str:
+        """``step 3/40  epoch 1  loss 0.1234  567 samples/s  left 8.9 s``"""
         last = self.recent[-1]
         rate = self._samples_per_s()
         of = f"/{self.steps_total}" if self.steps_total else ""
@@ -102,9 +111,18 @@ class Progress:
         if self.steps_total and len(self.recent) > 1:
             pace_s = (last.time_s - self.recent[0].time_s) / (len(self.recent) - 1)
             left = f"  left {duration(pace_s * (self.steps_total - last.step))}"
-        parts = shares(last.timings)
-        where = " ".join(f"{_SHORT[part]} {parts[part]:.0%}" for part in PARTS)
-        return f"step {last.step}{of}  epoch {last.epoch}  loss {last.loss:.4f}  {rate:,.0f} samples/s{left}  {where}"
+        return (
+            f"step {last.step}{of}  epoch {last.epoch}  loss {_number('loss', last.loss)}  {rate:,.0f} samples/s{left}"
+        )
+
+    def _where(self) -> dict[str, str]:
+        """Each part's share of the last steps' time: ``{"data": "data 3%", ...}``"""
+        parts = self._shares()
+        return {part: f"{_SHORT[part]} {parts[part]:.0%}" for part in PARTS}
+
+    def _shares(self) -> dict[str, float]:
+        rows = [row for event in list(self.recent) for row in event.timings.values()]
+        return shares({str(number): row for number, row in enumerate(rows)})
 
     def _samples_per_s(self) -> float:
         first, last = self.recent[0], self.recent[-1]
@@ -112,37 +130,80 @@ class Progress:
         return (last.samples - first.samples) / elapsed if elapsed > 0 else last.samples / max(last.seconds, 1e-9)
 
     def _panel(self) -> Any:
-        from rich.table import Table
+        """Two lines, each cut to the terminal's width: how far it is, and where the time goes."""
+        from rich.console import Group
         from rich.text import Text
 
         if not self.recent:
             return Text("waiting for the first step …", style="dim")
-        last = self.recent[-1]
-        grid = Table.grid(padding=(0, 1))
-        done = last.step / self.steps_total if self.steps_total else 0.0
-        bar = Text("━" * int(24 * done), style="green") + Text("━" * (24 - int(24 * done)), style="dim")
-        parts = shares(last.timings)
-        colours = {"data": "yellow", "compute": "green", "communication": "blue", "waiting": "red"}
-        strip = Text()
-        for part in PARTS:
-            strip.append("█" * round(16 * parts[part]), style=colours[part])
-        grid.add_row(bar, Text(self._status()), strip)
-        return grid
+        status, parts = self._status(), self._shares()
+        head = Text(no_wrap=True, overflow="ellipsis")
+        room = min(_BAR, self._live.console.width - len(status) - 2)
+        if self.steps_total and room >= _BAR_LEAST:
+            done = int(room * self.recent[-1].step / self.steps_total)
+            head.append("━" * done, style="green").append("━" * (room - done), style="dim").append("  ")
+        head.append(status)
+        strip = Text(no_wrap=True, overflow="ellipsis")
+        ends = [round(_BAR * sum(parts[part] for part in PARTS[: i + 1])) for i in range(len(PARTS))]
+        for part, first, last in zip(PARTS, [0, *ends], ends, strict=False):
+            strip.append("█" * (last - first), style=_COLOURS[part])
+        for part, text in self._where().items():
+            strip.append("  ").append(text, style=_COLOURS[part])
+        return Group(head, strip)
 
     def _line(self, text: str) -> None:
-        if self._live is not None:
-            self._live.console.print(text, highlight=False, soft_wrap=True)
+        if self._live is not None and self._live.is_started:
+            # Not markup: the text may hold brackets of the user's.
+            self._live.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
         else:
             print(text, file=self.stream, flush=True)
 
-    def show_failure(self, failure: UnisonoError, extra: str = "") -> None:
+    def show_failure(self, failure: UnisonoError, extra: str = "", logs: str = "") -> None:
         """The last screen of a failed run."""
         self.close()
-        print((extra.rstrip() + "\n\n" if extra else "") + str(failure), file=self.stream, flush=True)
+        rows = [extra.rstrip() + "\n"] if extra else []
+        rows += [str(failure), f"  {'logs':<7} {logs}"] if logs else [str(failure)]
+        print("\n".join(rows), file=self.stream, flush=True)
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
+
+
+class _Sturdy:
+    """A stream that falls silent when it breaks: a closed terminal or a full disk must not end a training."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._try(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("there is no stream")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def _try(self, action: Callable[[TextIO], Any]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError):
+            broken, self._stream = self._stream, None
+            with contextlib.suppress(OSError, ValueError):  # what its buffer still holds must not fail at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), broken.fileno())
 
 
 def describe_job(event: events.Configured) -> str:

@@ -8,6 +8,7 @@ stops the training: the recorder counts what it could not write, says so once, a
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from unisono.core.errors import DiskFull, RunDirectoryError, UsageError
 from unisono.core.spec import RunSpec
 
 DEFAULT_PARENT = "runs"
+_CHOOSE_ANOTHER = "choose another --name or --run-dir, or remove that one"
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,18 @@ def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # also when something that is no directory has its name
+            raise _cannot_write(path, error) from None
+        try:
             path.mkdir(exist_ok=bool(spec.run_dir) and not (path / "events.jsonl").exists())
             (path / "logs").mkdir(exist_ok=True)
             break
         except FileExistsError:
             if spec.name or spec.run_dir:
+                taken = "already holds a run" if path.is_dir() else "is not a directory"
                 raise UsageError(
-                    f"the run directory {path} already holds a run",
-                    do="choose another --name or --run-dir, or remove that directory",
+                    f"the run directory {path} {taken}",
+                    do=_CHOOSE_ANOTHER,
                 ) from None
             attempt += 1  # started within the same second as another run
             path = path.with_name(f"{name}-{attempt}")
@@ -80,8 +86,10 @@ def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
 
 def _cannot_write(path: Path, error: OSError) -> RunDirectoryError:
     kind = DiskFull if error.errno == errno.ENOSPC else RunDirectoryError
+    in_the_way = next((part for part in (path, *path.parents) if part.exists() and not part.is_dir()), None)
     return kind(
         f"cannot write to the run directory {path}: {error.strerror}",
+        where=f"{in_the_way} is a file, not a directory" if in_the_way else "",
         do="point --run-dir at a directory you may write to, with space left",
     )
 
@@ -95,6 +103,17 @@ def find(name: str) -> RunDir:
     raise UsageError(
         f"there is no run at {name} or {candidates[1]}", do="give a run's directory, or its name under runs/"
     )
+
+
+def read_result(run_dir: RunDir) -> dict[str, Any] | None:
+    """What a run came to, or None while there is nothing."""
+    try:
+        result = json.loads(run_dir.result.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{run_dir.result} is damaged: {error}", do="trust the run's events.jsonl instead") from None
+    return result if isinstance(result, dict) else None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -123,10 +142,23 @@ class Recorder:
     def start(self) -> None:
         """First write, while failing is still cheap."""
         try:
-            self._write_spec(job=None)
             self._append(self.run_dir.events, b"")
+            self._claim(self._files[self.run_dir.events])
+            self._write_spec(job=None)
         except OSError as error:
             raise _cannot_write(self.run_dir.path, error) from None
+
+    def _claim(self, descriptor: int) -> None:
+        """Of two runs that found the same directory empty, one gets it. Where locks do not work, both do."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = os.fstat(descriptor).st_size > 0
+        except BlockingIOError:
+            taken = True
+        except OSError:
+            taken = False
+        if taken:
+            raise UsageError(f"the run directory {self.run_dir.path} already holds a run", do=_CHOOSE_ANOTHER)
 
     def handle(self, event: events.Event) -> None:
         self.append(self.run_dir.events, events.encode(event).encode() + b"\n")
@@ -134,7 +166,11 @@ class Recorder:
             if isinstance(event, events.Configured):
                 self._write_spec(event.job)
             elif isinstance(event, events.RunFinished):
-                write_atomically(self.run_dir.result, json.dumps(event.result, indent=2) + "\n")
+                write_atomically(self.run_dir.result, json.dumps(events.plain(event.result), indent=2) + "\n")
+            elif isinstance(event, events.Notice) and event.code == "weights-not-saved":
+                full = os.strerror(errno.ENOSPC)  # all that is left of the worker's exception
+                error = OSError(errno.ENOSPC, full) if full in event.text else OSError(errno.EIO, event.text)
+                self._count_loss(self.run_dir.weights.name, error)
         except OSError as error:
             self._count_loss("spec.json" if isinstance(event, events.Configured) else "result.json", error)
 

@@ -18,6 +18,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from unisono.core.errors import UsageError
+
 ENVIRONMENT = "UNISONO_SEED"
 _LATE_MODULES = ("torch", "numpy")
 
@@ -40,16 +42,27 @@ def apply(value: int) -> None:
 def _apply_to(name: str, module: ModuleType, value: int) -> None:
     if name == "numpy":
         module.random.seed(value & 0xFFFFFFFF)
-    elif name == "torch" and hasattr(module, "manual_seed"):  # absent while torch itself is still being imported
-        module.manual_seed(value)
+    elif name == "torch" and hasattr(module, "default_generator"):  # absent while torch itself is being imported
+        # Not torch.manual_seed: while CUDA is not in use it records a stack trace at every call, and keeps them all.
+        value &= 0xFFFFFFFFFFFFFFFF  # more bits than torch takes
+        module.default_generator.manual_seed(value)
+        if module.cuda.is_initialized():
+            module.cuda.manual_seed_all(value)
+
+
+def _apply_first(name: str, module: ModuleType, value: int) -> None:
+    """Once a process: the whole of torch, so that weights built on a GPU that is not yet in use follow the seed too."""
+    if name == "torch" and hasattr(module, "manual_seed"):
+        module.manual_seed(value & 0xFFFFFFFFFFFFFFFF)
+    else:
+        _apply_to(name, module, value)
 
 
 def from_environment() -> int:
     text = os.environ.get(ENVIRONMENT, "0")
-    try:
-        return int(text)
-    except ValueError:
-        return 0
+    if not text.strip().isdigit():
+        raise UsageError(f"{ENVIRONMENT}={text} is not a number of 0 or more")
+    return int(text)
 
 
 class _SeedOnImport(importlib.abc.MetaPathFinder):
@@ -62,15 +75,19 @@ class _SeedOnImport(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002
         if fullname not in self.waiting_for:
             return None
-        self.waiting_for.discard(fullname)
-        spec = importlib.util.find_spec(fullname)
+        self.waiting_for.discard(fullname)  # the search below comes through here again
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.waiting_for.add(fullname)  # somebody may only be asking whether it is installed
         if spec is None or spec.loader is None:
             return None
         run_module = spec.loader.exec_module
 
         def exec_and_seed(module: ModuleType) -> None:
+            self.waiting_for.discard(fullname)
             run_module(module)
-            _apply_to(fullname, module, self.value)
+            _apply_first(fullname, module, self.value)
 
         spec.loader.exec_module = exec_and_seed  # type: ignore[method-assign]
         return spec
@@ -78,7 +95,10 @@ class _SeedOnImport(importlib.abc.MetaPathFinder):
 
 def seed_now_and_on_import(value: int) -> None:
     """Seed what is loaded, and the rest as soon as it is."""
-    apply(value)
+    random.seed(value)
+    for name in _LATE_MODULES:
+        if name in sys.modules:
+            _apply_first(name, sys.modules[name], value)
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     finder = _SeedOnImport(value)
     if finder.waiting_for:

@@ -12,9 +12,9 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 
 from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, UsageError, suggest
 
@@ -29,6 +29,12 @@ class Workers(BaseModel):
     min: int = Field(ge=1)
     max: int = Field(ge=1)
 
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"the minimum {self.min} is above the maximum {self.max}")
+        return self
+
     @model_serializer
     def _as_text(self) -> str:
         return str(self.min) if self.min == self.max else f"{self.min}:{self.max}"
@@ -40,7 +46,7 @@ def parse_workers(text: str | int) -> Workers:
         raise UsageError(f"--workers {text} is not a number or MIN:MAX", do="write --workers 4 or --workers 2:8")
     low = int(match[1])
     high = int(match[2]) if match[2] else low
-    if low < 1:
+    if min(low, high) < 1:
         raise UsageError(f"--workers {text}: a run needs at least one worker", do="write --workers 1 or more")
     if high < low:
         raise UsageError(f"--workers {text}: the minimum is above the maximum", do=f"write --workers {high}:{low}")
@@ -109,12 +115,13 @@ def default_microbatches(max_workers: int, batch_size: int) -> int:
 
 def resolve_microbatches(asked: int | None, max_workers: int, batch_size: int) -> int:
     """M for this job, or an error that shows the arithmetic."""
-    microbatches = asked or default_microbatches(max_workers, batch_size)
+    microbatches = default_microbatches(max_workers, batch_size) if asked is None else asked
     if microbatches < max_workers:
         raise TooFewMicrobatches(
             f"{microbatches} microbatches cannot occupy {max_workers} workers",
             cause="each worker computes at least one microbatch of every step",
-            do=f"set --microbatches {max_workers} or more (this changes the bits), or --workers {microbatches}",
+            do=f"set --microbatches {max_workers} or more (this changes the bits)"
+            + (f", or --workers {microbatches}" if microbatches > 0 else ""),
         )
     if batch_size < microbatches:
         raise BatchTooSmall(
@@ -144,17 +151,19 @@ def build_run_spec(values: dict[str, Any], source: str) -> RunSpec:
 
 def read_spec_file(path: Path) -> dict[str, Any]:
     """The run keys of a TOML or JSON spec file; a run's own ``spec.json`` works too."""
+    is_toml = path.suffix == ".toml"
     try:
         text = path.read_text()
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = tomllib.loads(text) if is_toml else json.loads(text)
     except OSError as error:
         raise UsageError(f"cannot read the spec file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"{path} is not valid {path.suffix[1:].upper() or 'JSON'}: {error}") from None
+    except ValueError as error:  # of either parser, or bytes that are no text
+        raise UsageError(f"{path} is not valid {'TOML' if is_toml else 'JSON'}: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path} does not hold a table of keys")
-    if set(values) == {"run", "job"}:  # a run's spec.json: same asking, with the microbatches it settled on
-        run, job = values["run"], values["job"]
-        settled = {key: job[key] for key in ("microbatches", "seed") if job and key in job}
+    run, job = values.get("run"), values.get("job")
+    if set(values) == {"run", "job"} and isinstance(run, dict):
+        # A run's spec.json: the same asking, with the microbatches and the seed that it settled on.
+        settled = {key: job[key] for key in ("microbatches", "seed") if isinstance(job, dict) and key in job}
         return {**run, **settled, "run_dir": "", "name": ""}
     return values

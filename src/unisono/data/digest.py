@@ -31,16 +31,21 @@ def _feed(state: Any, value: Any) -> None:
         state.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b"")
     elif isinstance(value, np.ndarray):
         state.update(f"{value.dtype}{value.shape}".encode())
-        state.update(value.tobytes() if value.dtype != object else repr(value.tolist()).encode())
+        if value.dtype.hasobject:
+            _feed(state, value.ravel().tolist())
+        else:
+            state.update(value.tobytes())
     elif isinstance(value, dict):
+        state.update(f"{len(value)}:".encode())
         for key in sorted(value, key=repr):
             _feed(state, key)
             _feed(state, value[key])
     elif isinstance(value, list | tuple):
+        state.update(f"{len(value)}:".encode())
         for item in value:
             _feed(state, item)
     elif isinstance(value, bytes):
-        state.update(value)
+        state.update(f"{len(value)}:".encode() + value)
     elif isinstance(value, str | int | float | bool | complex | np.generic) or value is None:
         state.update(repr(value).encode())
     # Anything else (an image object, say) counts by its type alone: its repr may hold a memory address.

@@ -69,6 +69,7 @@ class Job:
     loader: Loader
     fingerprint: Fingerprint
     notices: set[str] = field(default_factory=set)
+    update_s: float = 0.0  # of the last optimizer update
 
     @property
     def is_first(self) -> bool:

@@ -57,7 +57,9 @@ def train(job: Job, plan: Plan, state: TrainState) -> None:
             if not _is_finite(job, plan, reduced, state.step):
                 state.advance(math.nan, sum(data.step.counts), skipped=True)
                 continue
+            update_started = time.perf_counter()
             job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
+            job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
             lr = current_lr(job)
             plan.after_step()
             state.advance(reduced.loss, sum(data.step.counts))
@@ -93,7 +95,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     job.strategy.begin_step(weights)
     for index, batch in zip(attempt.mine, data.batches, strict=True):
         job.strategy.forward_backward(Microbatch(attempt.step, index, weights[index]), partial(plan.compute, batch))
-    compute_s = time.perf_counter() - started
+    compute_s = time.perf_counter() - started + job.update_s
     reduced = job.strategy.reduce([data.waited_s, compute_s, float(plan.stop_asked()), float(data.step.check)])
     job.check_stream(attempt.step + 1, [notes[3] for notes in reduced.notes])
     if any(notes[2] for notes in reduced.notes):

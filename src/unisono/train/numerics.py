@@ -6,6 +6,7 @@ Called once at the start (`settle_torch`, `fingerprint`) and once a step (`Updat
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterable
 
@@ -22,6 +23,7 @@ def settle_torch(threads: int, exact: bool) -> None:
     torch.set_num_threads(threads)
     if not exact:
         return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; without it sums may vary
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

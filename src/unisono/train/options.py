@@ -38,12 +38,21 @@ class EarlyStop:
     min_delta: float = 0.0
     mode: Literal["min", "max"] = "min"
 
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise SetupError(f"EarlyStop(mode={self.mode!r}) is neither min nor max", do='give mode="min" or "max"')
+        if self.patience < 1:
+            raise SetupError(f"EarlyStop(patience={self.patience}) would stop at once", do="give patience as 1 or more")
+        if not self.min_delta >= 0:
+            raise SetupError(f"EarlyStop(min_delta={self.min_delta}) makes no sense", do="give min_delta as 0 or above")
+
     def should_stop(self, history: list[float]) -> bool:
         """A pure function of the metric's values so far, oldest first. NaN never counts as an improvement."""
-        best, since = math.inf, 0
+        best: float | None = None
+        since = 0
         for value in history:
             signed = value if self.mode == "min" else -value
-            if signed < best - self.min_delta or (math.isinf(best) and not math.isnan(signed)):
+            if not math.isnan(signed) and (best is None or signed < best - self.min_delta):
                 best, since = signed, 0
             else:
                 since += 1

@@ -154,7 +154,8 @@ class OwnLoop:
 
     def _reduce(self, started: float) -> None:
         assert self._loaded is not None
-        notes = [self._loaded.waited_s, time.perf_counter() - started, 0.0, float(self._loaded.step.check)]
+        compute_s = time.perf_counter() - started + self.job.update_s
+        notes = [self._loaded.waited_s, compute_s, 0.0, float(self._loaded.step.check)]
         self._pending = self.job.strategy.reduce(notes)
         self.job.check_stream(self.state.step + 1, [row[3] for row in self._pending.notes])
 
@@ -174,7 +175,9 @@ class OwnLoop:
                 f"the loss is {reduced.loss} at step {self.state.step + 1}", do="lower the learning rate"
             )
         lr = current_lr(self.job)
+        update_started = time.perf_counter()
         self.job.strategy.step(reduced.loss, _no_closure)
+        self.job.update_s = time.perf_counter() - update_started
         self.loss = reduced.loss
         self.state.advance(reduced.loss, sum(self._loaded.step.counts))
         report_step(self.job, self._plan, self.state, reduced, lr, time.perf_counter() - self._step_started_s)

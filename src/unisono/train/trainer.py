@@ -22,7 +22,7 @@ from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request, open_job
-from unisono.train.loop import Plan, train
+from unisono.train.loop import Plan, to_device, train
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
 from unisono.train.state import TrainState
 
@@ -198,6 +198,7 @@ class Trainer:
         measure = measure_with(self.loss, self.metrics) if self.loss else None
 
         def measure_batch(batch: Any) -> list[tuple[float, float]]:
+            batch = to_device(batch, job)
             if measure is None:
                 assert self.objective is not None
                 samples = float(first_length(batch))

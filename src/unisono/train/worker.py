@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import json
+import multiprocessing.process
 import os
 import runpy
 import socket
@@ -24,7 +25,9 @@ from unisono.core.spec import RunSpec
 from unisono.train.context import Context, set_current
 from unisono.wire.channel import FD_VARIABLE, Channel
 
-VARIABLE = "UNISONO_WORKER"  # JSON: {"worker": 0, "spec": {...}, "meeting_point": "..."}
+VARIABLE = "UNISONO_WORKER"  # JSON: {"worker": 0, "spec": {...}, "scratch": "/tmp/...", "meeting_point": "..."}
+
+_SCREEN = 20_000  # characters of a traceback that are worth showing
 
 
 def main() -> int:
@@ -34,6 +37,8 @@ def main() -> int:
     settings = json.loads(os.environ.pop(VARIABLE))
     channel = Channel(int(os.environ.pop(FD_VARIABLE)))
     channel.leave_with_supervisor()
+    # For multiprocessing's sockets: a directory of its own would outlive a killed worker, this one ends with the run.
+    multiprocessing.process.current_process()._config["tempdir"] = settings["scratch"]  # type: ignore[attr-defined]
     spec = RunSpec(**settings["spec"])
     worker: int = settings["worker"]
 
@@ -58,9 +63,11 @@ def main() -> int:
         with contextlib.suppress(Exception):  # the script may have closed it
             sys.stderr.write(trace)
         # What Unisono itself has found needs no stack on the screen; the log has it.
-        shown = trace if isinstance(failure, ScriptFailed | ModelMismatch | InternalError) else ""
+        theirs = isinstance(failure, ScriptFailed | ModelMismatch | InternalError)
+        shown = trace[-_SCREEN:] if theirs and not isinstance(error, NothingTrained | SystemExit) else ""
         emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown))
         return failure.exit_code
+    channel.farewell()
     return 0
 
 
@@ -77,6 +84,8 @@ def _run_script(spec: RunSpec) -> None:
 
 
 def _explain(error: BaseException) -> UnisonoError:
+    if isinstance(error, NothingTrained):  # ours alone: no line of the script is at fault
+        return error
     where = process.user_line(error)
     if isinstance(error, UnisonoError):
         error.where = error.where or where

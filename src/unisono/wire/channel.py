@@ -7,14 +7,17 @@ the supervisor learns of the worker's, and the worker, in `leave_with_supervisor
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sys
 import threading
 
 from unisono.core import events
 
 FD_VARIABLE = "UNISONO_CHANNEL_FD"
+_FAREWELL = b"farewell"
 
 
 class Channel:
@@ -30,8 +33,16 @@ class Channel:
         try:
             with self._lock:
                 self._socket.sendall(line)
-        except OSError:
+        except (BrokenPipeError, ConnectionError):
             _end_this_process_group()  # nobody is left to train for
+        except OSError as error:
+            sys.stderr.write(f"the channel to the supervisor is gone ({error}); did the script close all its files?\n")
+            os._exit(1)
+
+    def farewell(self) -> None:
+        """The script has ended as it should; an exit from now on is no surprise."""
+        with contextlib.suppress(OSError), self._lock:
+            self._socket.sendall(_FAREWELL + b"\n")
 
     def leave_with_supervisor(self) -> None:
         """From now on, end this process and its children when the supervisor is gone."""
@@ -58,7 +69,9 @@ class LineReader:
 
     def __init__(self) -> None:
         self._rest = b""
+        self.farewell = False
 
     def feed(self, data: bytes) -> list[events.Event]:
         *lines, self._rest = (self._rest + data).split(b"\n")
+        self.farewell = self.farewell or _FAREWELL in lines
         return [event for event in map(events.decode, lines) if event is not None]
