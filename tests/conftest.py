@@ -24,14 +24,12 @@ _GONE_WITHIN_S = 2.0
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def _leaves_nothing_behind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails a test that leaves a process or a temporary directory of Unisono behind, and removes it."""
     if not set(_WATCHED) & set(request.path.relative_to(Path(__file__).parent).parts):
         yield
         return
-    mark = uuid.uuid4().hex
+    mark, tmp_path = uuid.uuid4().hex, request.getfixturevalue("tmp_path")
     # Short, because sockets of loader processes live in it and their paths may have 107 characters.
     temporary = Path(tempfile.mkdtemp(prefix="ut-"))
     monkeypatch.setenv(MARK, mark)

@@ -7,8 +7,11 @@ fixture in tests/conftest.py.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
 import signal
+import termios
 import time
 from pathlib import Path
 
@@ -22,21 +25,23 @@ from unisono.core.errors import UsageError
 from unisono.core.run_dir import Recorder, create
 from unisono.core.spec import RunSpec
 
-# Trains until told otherwise; the second time, in the same folder, only for four steps.
+# Trains until told otherwise; once there is a file called "again", only for four steps.
 ENDLESS = (
     SMALL
     + """
-again = Path("began").exists()
-Path("began").touch()
-LONG = {"max_steps": 4 if again else 1_000_000, "callbacks": [Every(lambda step: time.sleep(0.01))]}
+LONG = {
+    "max_steps": 4 if Path("again").exists() else 1_000_000,
+    "callbacks": [Every(lambda step: time.sleep(0.01))],
+}
 """
 )
 # A loader process, a child, and a child in a session of its own, as daemons have it.
 FAMILY = """
 import subprocess
 
-subprocess.Popen(["sleep", "1001"])
-subprocess.Popen(["sleep", "1002"], start_new_session=True)
+if not Path("again").exists():
+    subprocess.Popen(["sleep", "1001"])
+    subprocess.Popen(["sleep", "1002"], start_new_session=True)
 fit(data=unisono.Data(DATA, loader_processes=1), **LONG)
 """
 
@@ -67,7 +72,8 @@ def test_ctrl_c_ends_a_run_with_all_its_offspring_and_it_starts_again(tmp_path: 
         assert len(processes_of(tmp_path)) >= 10, "command, guard, 2 workers, each with a loader and two children"
         end_by(started, signal.SIGINT, within_s=2)
         assert gone_within(0.5, lambda: processes_of(tmp_path)), commands(processes_of(tmp_path))
-    run_unisono(ENDLESS + "fit(**LONG)\n", tmp_path)
+    (tmp_path / "again").touch()
+    run_unisono(ENDLESS + FAMILY, tmp_path)
 
 
 def test_sigterm_ends_workers_that_ignore_it(tmp_path: Path) -> None:
@@ -100,7 +106,8 @@ def test_a_killed_supervisor_takes_everybody_along_and_the_same_command_works_ag
         started.wait(timeout_s=5, expect=-signal.SIGKILL)
         assert gone_within(2, lambda: processes_of(tmp_path)), commands(processes_of(tmp_path))
         assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*"))
-    run_unisono(ENDLESS + "fit(**LONG)\n", tmp_path)
+    (tmp_path / "again").touch()
+    run_unisono(ENDLESS + FAMILY, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,7 @@ def fail(step):
 fit(data=unisono.Data(DATA, loader_processes=1), callbacks=[Every(fail)], max_steps=1_000_000)
 """
     finished = run_unisono(SMALL + script, tmp_path, expect=20)
-    for text in ("UNI-2001", "a loader process died", "worker 1 on ", "Killed"):
+    for text in ("UNI-2001", "a loader process died", "worker 1 on ", "train.py:", "lower loader_processes"):
         assert text in finished.output, finished.output
     assert finished.output.count("UNI-") == 1, finished.output
 
@@ -218,21 +225,65 @@ def test_a_machine_that_allows_no_more_files_says_so_and_stops_the_workers_it_ha
     assert "use fewer --workers (now 12)" in finished.output
 
 
-def test_a_closed_terminal_ends_the_run(tmp_path: Path) -> None:
+def start_on_a_terminal(tmp_path: Path) -> tuple[Started, int]:
+    """The command with a terminal of 80 columns as its own, and our end of that."""
     ours, theirs = os.openpty()
-    arguments = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "preexec_fn": _take_terminal}
-    with start_unisono(ENDLESS + "fit(**LONG)\n", tmp_path, **arguments) as started:
-        os.close(theirs)
+    termios.tcsetwinsize(theirs, (24, 80))
+    started = start_unisono(
+        ENDLESS + "fit(**LONG)\n",
+        tmp_path,
+        env={"COLUMNS": None, "TERM": "xterm-256color"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    return started, ours
+
+
+def test_a_terminal_shows_two_tidy_lines_and_is_left_as_it_was_by_ctrl_z_and_ctrl_c(tmp_path: Path) -> None:
+    started, terminal = start_on_a_terminal(tmp_path)
+    with started, os.fdopen(terminal, "rb+", buffering=0) as screen:
+        os.set_blocking(terminal, False)
+        shown = b""
+
+        def read_until(text: bytes) -> bool:
+            nonlocal shown
+            shown += screen.read() or b""
+            return text in shown
+
+        started.until(lambda: read_until("█".encode()), "the panel")
+        screen.write(b"\x1a")
+        everybody = [started.pid, started.worker_pid(0), started.worker_pid(1)]
+        started.until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in everybody), "Ctrl-Z")
+        read_until(b"")
+        assert shown.rfind(_SHOW_CURSOR) > shown.rfind(_HIDE_CURSOR)
+        started.send(signal.SIGCONT)
+        steps = len(started.events_of(events.StepFinished))
+        started.wait_for_steps(steps + 10)
+        shown = b""
+        started.until(lambda: read_until("█".encode()), "the panel again")
+        screen.write(b"\x03")
+        started.until(lambda: read_until(b"UNI-4001"), "the last screen", timeout_s=5)
+        started.wait(timeout_s=5, expect=130)
+        assert shown.rfind(_SHOW_CURSOR) > shown.rfind(_HIDE_CURSOR)
+        local_flags = termios.tcgetattr(terminal)[3]
+        assert local_flags & termios.ECHO
+        assert local_flags & termios.ICANON
+    text = re.sub(rb"\x1b\[[0-9;]*m", b"", shown).decode(errors="replace")
+    panel = [line for line in re.split(r"[\r\n]|\x1b\[\S*?[A-Za-z]", text) if "█" in line or "step " in line]
+    assert {len(line) for line in panel if "█" in line} <= set(range(40, 81)), panel
+    assert all(len(line) <= 80 for line in panel), panel
+
+
+_SHOW_CURSOR, _HIDE_CURSOR = b"\x1b[?25h", b"\x1b[?25l"
+
+
+def test_a_closed_terminal_ends_the_run(tmp_path: Path) -> None:
+    started, terminal = start_on_a_terminal(tmp_path)
+    with started:
         started.wait_for_steps(2)
-        shown = os.read(ours, 1 << 16)
-        assert b"workers on" in shown
-        os.close(ours)
+        os.close(terminal)
         finished = started.wait(timeout_s=5, expect=130)
     assert finished.events_of(events.RunFailed)[0].failure["what"] == "stopped by SIGHUP"
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

@@ -7,6 +7,7 @@ import difflib
 from pathlib import Path
 
 import pytest
+
 from multiproc.running import run_python, run_unisono
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

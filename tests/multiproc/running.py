@@ -102,7 +102,7 @@ class Started:
     def run_dir(self) -> Path | None:
         """The directory whose first event carries our process id."""
         for path in (*self._named_dirs(), *sorted((self.folder / "runs").glob("*"))):
-            first = next(events.read(RunDir(path).events), None)
+            first = next(events.read(RunDir(path).events), None) if path.is_dir() else None
             if isinstance(first, events.RunStarted) and first.pid == self.pid:
                 return path
         return None

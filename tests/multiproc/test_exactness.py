@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from multiproc.running import run_python, run_unisono
+
+from multiproc.running import run_command, run_python, run_unisono
 
 SCRIPT = Path(__file__).with_name("train_model.py")
 MICROBATCHES = 8
@@ -33,11 +34,16 @@ def test_without_any_flag_one_to_four_workers_agree_with_plain_python(tmp_path: 
 
 def test_another_seed_or_another_m_gives_other_bits(tmp_path: Path) -> None:
     """The hash can tell: it is not the same because nothing can change it."""
-    hashes = {
-        run_unisono(SCRIPT, tmp_path, *options, workers=1, script_args=("mlp",)).weights_sha256
+    runs = [
+        run_unisono(SCRIPT, tmp_path, *options, workers=1, script_args=("mlp",))
         for options in ((), ("--seed", "1"), ("--microbatches", "2"))
-    }
-    assert len(hashes) == 3
+    ]
+    assert len({finished.weights_sha256 for finished in runs}) == 3
+    first, other, _ = (str(finished.run_dir) for finished in runs)
+    compared = run_command(tmp_path, "hash", first, other, expect=1).output
+    assert "different weights" in compared
+    assert "spec: seed 0 -> 1" in compared
+    assert "the same weights" in run_command(tmp_path, "hash", first, f"{first}/final.safetensors").output
 
 
 def losses(finished) -> list[float]:  # type: ignore[no-untyped-def]

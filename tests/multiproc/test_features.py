@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from multiproc.running import Finished, run_python, run_unisono
+
+from multiproc.running import Finished, run_command, run_python, run_unisono
 
 HEAD = """
 import random, sys
@@ -51,7 +52,8 @@ optimizer = torch.optim.RMSprop([
 ])
 unisono.Trainer(
     model, optimizer, loss=nn.functional.cross_entropy, batch_size=13, epochs=4,
-    data=unisono.Data(Noisy(), split=sys.argv[1], loader_processes=int(sys.argv[2])), eval_data=TensorDataset(*data(20, 1)),
+    data=unisono.Data(Noisy(), split=sys.argv[1], loader_processes=int(sys.argv[2])),
+    eval_data=TensorDataset(*data(20, 1)),
     clip=unisono.Clip(norm=1.0, value=0.2), l1=1e-3, metrics={"accuracy": unisono.accuracy},
     schedule=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), schedule_every="epoch",
     early_stop=unisono.EarlyStop(metric="loss", patience=2),
@@ -120,7 +122,9 @@ def test_an_optimizer_that_evaluates_several_times_a_step(tmp_path: Path) -> Non
 
 SYNCHRONISED = """
 x, y = data(40)
-model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+model = nn.Sequential(
+    nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+)
 unisono.Trainer(
     model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy, data=TensorDataset(x, y),
     eval_data=TensorDataset(*data(11, 1)), batch_size=20, epochs=3, batch_norm="synchronised",
@@ -176,28 +180,96 @@ class WithNorm(nn.Module):
         x = self.norm(self.a(x).view(-1, 4, 4)).flatten(1)
         return self.b(nn.functional.dropout(x, 0.2, self.training))
 
-train_set = TensorDataset(*data(33))
+train_set = TensorDataset(*data(32))
 model = WithNorm()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 if sys.argv[1] == "trainer":
-    unisono.Trainer(model, optimizer, loss=nn.functional.cross_entropy, data=train_set, batch_size=15, epochs=2).fit()
+    unisono.Trainer(
+        model, optimizer, loss=nn.functional.cross_entropy, data=train_set, batch_size=15, epochs=2, schedule=schedule
+    ).fit()
 else:
     run, loader = unisono.attach(model, optimizer, DataLoader(train_set, batch_size=15, shuffle=True))
     for _ in range(2):
         for x, y in loader:
             optimizer.zero_grad()
             run.backward(nn.functional.cross_entropy(model(x), y))
-            run.step()
+            if run.step():
+                schedule.step()
     run.finish()
 """
 
 
 def test_an_own_loop_gives_the_bits_of_the_trainer(tmp_path: Path) -> None:
-    """33 samples in batches of 15: the last step has three, fewer than its microbatches."""
+    """32 samples in batches of 15: the last step has two, so that some workers have none and yet step along."""
     own = agree(OWN_LOOP, tmp_path, "own")
     trainer = run_python(HEAD + OWN_LOOP, tmp_path, "trainer", env={"UNISONO_MICROBATCHES": "5"})
     assert own.weights_sha256 == trainer.weights_sha256
     assert own.result["steps"] == trainer.result["steps"] == 6
+
+
+HALF = """
+train_set = TensorDataset(*data(32))
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run, loader = unisono.attach(model, optimizer, DataLoader(train_set, batch_size=16, shuffle=True))
+for x, y in loader:
+    run.backward(nn.functional.cross_entropy(model(x), y))
+    if run.step() == (sys.argv[1] == "after a step"):
+        break
+run.finish()
+"""
+
+
+def test_an_own_loop_may_be_left_after_a_step_and_not_within_one(tmp_path: Path) -> None:
+    left = run_python(HEAD + HALF, tmp_path, "after a step")
+    assert left.result["steps"] == 1
+    refused = run_python(HEAD + HALF, tmp_path, "within one", expect=1)
+    assert "in the middle of a step" in refused.output
+    assert "UNI-1201" in run_command(tmp_path, "show", str(refused.run_dir)).output
+
+
+FOREIGN = """
+model, scale = mlp(), nn.Parameter(torch.ones(()))
+unisono.Trainer(
+    model, torch.optim.SGD([*model.parameters(), scale], lr=0.1), data=TensorDataset(*data(32)), batch_size=16,
+    epochs=1,
+    loss=lambda out, y: nn.functional.cross_entropy(out * scale, y),
+).fit()
+"""
+
+
+def test_parameters_that_are_not_in_the_model_are_refused(tmp_path: Path) -> None:
+    assert "not in the model" in run_unisono(HEAD + FOREIGN, tmp_path, expect=11).output
+
+
+DISAGREE = """
+from unisono.train.context import current
+model = mlp()
+options = {"batch_size": 16, "max_steps": 4, "lr": 0.1}
+options[sys.argv[1]] *= 1 + current().worker
+unisono.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=options.pop("lr")), loss=nn.functional.cross_entropy,
+    data=TensorDataset(*data(64)), **options,
+).fit()
+"""
+
+
+@pytest.mark.parametrize(("option", "named"), [("max_steps", "max_steps"), ("lr", "optimizer settings")])
+def test_workers_that_were_set_up_differently_are_told_apart_at_once(option: str, named: str, tmp_path: Path) -> None:
+    finished = run_unisono(HEAD + DISAGREE, tmp_path, script_args=(option,), expect=13, timeout_s=40)
+    assert f"worker 1 was set up with another {named} than worker 0" in finished.output
+
+
+def test_the_environment_gives_defaults_and_bad_values_in_it_are_refused(tmp_path: Path) -> None:
+    asked = {"UNISONO_MICROBATCHES": "6", "UNISONO_SEED": "5"}
+    finished = run_unisono(HEAD + INEXACT, tmp_path, script_args=("exact",), env=asked)
+    assert finished.result["microbatches"] == 6
+    assert run_python(HEAD + INEXACT, tmp_path, "exact", env=asked).weights_sha256 == finished.weights_sha256
+    for variable in ("UNISONO_SEED", "UNISONO_THREADS"):
+        refused = run_unisono(HEAD + INEXACT, tmp_path, script_args=("exact",), env={variable: "many"}, expect=2)
+        assert "many" in refused.output
+        assert "environment" in refused.output
 
 
 INEXACT = """

@@ -6,9 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from models import CASES
-
 import unisono
+from models import CASES
 
 if __name__ == "__main__":
     case = CASES[sys.argv[1]]()

@@ -114,11 +114,23 @@ def run(
 
 
 @app.command(name="hash")
-def hash_(path: Annotated[Path, typer.Argument(help="A run, a checkpoint or a state-dict file.")]) -> None:
-    """Print the hash of the weights of a run, a checkpoint or a state-dict file."""
-    from unisono.cli.show import weights_hash
+def hash_(
+    paths: Annotated[
+        list[Path], typer.Argument(help="A run, a checkpoint or a state-dict file; several are compared.")
+    ],
+) -> None:
+    """Print the hash of the weights of a run, a checkpoint or a state-dict file.
 
-    print(weights_hash(path))
+    With several, also say whether they are the same (exit code 0) or not (1), and for runs what may be the reason.
+    """
+    from unisono.cli.show import compare, weights_hash
+
+    if len(paths) == 1:
+        print(weights_hash(paths[0]))
+        return
+    verdict, same = compare(paths)
+    print(verdict)
+    raise SystemExit(0 if same else 1)
 
 
 @app.command()

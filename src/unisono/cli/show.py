@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from unisono.checkpoint.weights import hash_file
 from unisono.control.summary import summarise
 from unisono.core.errors import UsageError
+from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.progress import PARTS, duration, format_metrics
 from unisono.core.run_dir import RunDir, find, read_result
 
@@ -23,6 +26,34 @@ def weights_hash(path: Path) -> str:
     if result and "weights_sha256" in result:
         return str(result["weights_sha256"])
     raise UsageError(f"the run {path} has no weights yet", do="wait until it has finished (unisono show says)")
+
+
+def compare(paths: Sequence[Path]) -> tuple[str, bool]:
+    """The hashes side by side, whether they are one, and for runs what differs besides."""
+    hashes = [weights_hash(path) for path in paths]
+    rows = [f"{digest}  {path}" for digest, path in zip(hashes, paths, strict=True)]
+    same = len(set(hashes)) == 1
+    rows.append("the same weights, bit for bit" if same else "different weights")
+    if not same:
+        odd = next(i for i, digest in enumerate(hashes) if digest != hashes[0])
+        rows += [f"  {line}" for line in _differences(paths[0], paths[odd])]
+    return "\n".join(rows), same
+
+
+def _differences(first: Path, other: Path) -> list[str]:
+    """What two runs were told or found that decides bits, where it differs. Empty for files."""
+    if first.is_file() or other.is_file():
+        return []
+    specs, prints = [], []
+    for run_dir in (find(str(first)), find(str(other))):
+        specs.append(json.loads(run_dir.spec.read_text())["job"] or {})
+        prints.append(Fingerprint(**json.loads(run_dir.result.read_text())["fingerprint"]))
+    changed = [
+        f"{key} {specs[0][key]} -> {specs[1].get(key)}" for key in specs[0] if specs[0][key] != specs[1].get(key)
+    ]
+    reasons = [f"spec: {', '.join(changed)}"] if changed else []
+    moved = explain(*prints)
+    return reasons + ([f"fingerprint: {moved}"] if moved else [])
 
 
 def show_run(name: str) -> None:

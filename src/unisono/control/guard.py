@@ -14,26 +14,31 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 RUN_VARIABLE = "UNISONO_RUN"  # in the environment of the workers and of all that they start
 _PASSES = 5  # over /proc: a process may start another while we look
-_DISMISS_S = 2.0
 
 
 class Guard:
-    """The supervisor's side. Losing the guard costs nothing but its protection."""
+    """The supervisor's side. Losing the guard, or getting none, costs nothing but its protection."""
 
     def __init__(self, token: str, folder: Path) -> None:
-        import subprocess
+        import subprocess  # here, because the guard itself starts faster without
 
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, token, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,  # Ctrl-C is for the supervisor
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, token, str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the supervisor
+            )
 
     def watch(self, group: int) -> None:
         self._tell(f"+{group}")
@@ -43,23 +48,14 @@ class Guard:
         self._tell(f"-{group}")
 
     def dismiss(self) -> None:
-        import subprocess
-
         self._tell("done")
-        pipe = self._process.stdin
-        assert pipe is not None
-        with contextlib.suppress(OSError):
-            pipe.close()
-        try:
-            self._process.wait(_DISMISS_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None:
+            self._process.communicate()  # closes the pipe; the guard has nothing left to wait for
 
     def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            os.write(self._process.stdin.fileno(), line.encode() + b"\n")
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                os.write(self._process.stdin.fileno(), line.encode() + b"\n")
 
 
 def end_strays(token: str) -> None:

@@ -12,12 +12,13 @@ from unisono.control.supervisor import Supervisor
 from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
 from unisono.core.progress import Progress
 from unisono.core.run_dir import create
-from unisono.core.spec import build_run_spec, resolve_microbatches
+from unisono.core.spec import build_run_spec, from_environment, resolve_microbatches
 
 
 def launch(values: dict[str, Any], source: str) -> int:
     """Run the spec in `values` and return the exit code."""
-    spec = build_run_spec(values, source)
+    build_run_spec(from_environment(), "environment (UNISONO_…)")  # so that an error names the right culprit
+    spec = build_run_spec(from_environment() | values, source)
     _check_script(spec.script)
     if spec.microbatches is not None:
         resolve_microbatches(spec.microbatches, spec.workers.max, batch_size=spec.microbatches)

@@ -103,7 +103,9 @@ class Supervisor:
         waker.setblocking(False)
         self.selector.register(woken, selectors.EVENT_READ, (lambda _: woken.recv(_READ_BYTES), None))
         previous_waker = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        previous = {number: signal.signal(number, self._on_signal) for number in numbers}
+        previous: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in numbers}
+        if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
         try:
             yield
         finally:
@@ -121,6 +123,14 @@ class Supervisor:
                 name=self.spec.name, script=self.spec.script, workers=count, host=self.host, pid=os.getpid()
             )
         )
+        if self.spec.workers.min != count:
+            self._emit(
+                events.Notice(
+                    code="fixed-membership",
+                    text=f"--workers {self.spec.workers.min}:{count} starts {count} workers and keeps them; "
+                    "growing, shrinking and going on with fewer are not built yet",
+                )
+            )
         for number in range(count):
             if self.interrupted_by:
                 return
@@ -258,6 +268,14 @@ class Supervisor:
             self._signal_workers(signal.SIGKILL)
             return
         self.interrupted_by, self.interrupted_s = number, time.time()
+
+    def _on_suspend(self, _: int, __: FrameType | None) -> None:
+        """Ctrl-Z: everybody stops, and the shell gets its terminal as it was; with ``fg`` everybody goes on."""
+        self._signal_workers(signal.SIGSTOP)
+        self.progress.pause()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.progress.resume()
+        self._signal_workers(signal.SIGCONT)
 
     def _signal_workers(self, number: int) -> None:
         for worker in self.workers:

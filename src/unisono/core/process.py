@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_LONGEST_LINE = 100  # characters of a line of source
 _LONGEST_TEXT = 2000  # characters of an exception's message; the traceback in the log has all of them
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(
@@ -47,7 +48,9 @@ def user_line(error: BaseException) -> str:
         return ""
     own = [frame for frame in frames if is_user_code(frame.filename)]
     frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
+    line = frame.line or ""
+    shown = line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " …"
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {shown}".rstrip(": ")
 
 
 def user_traceback(error: BaseException) -> str:

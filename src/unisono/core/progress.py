@@ -63,7 +63,7 @@ class Progress:
         self.workers = 1
         self._interval_s = _PLAIN_EVERY_S
         self._next_plain_s = 0.0
-        self._failed = False
+        self._paused = False
         self._live: Any = None
         if self.stream.isatty():
             from rich.console import Console
@@ -164,6 +164,15 @@ class Progress:
         rows = [extra.rstrip() + "\n"] if extra else []
         rows += [str(failure), f"  {'logs':<7} {logs}"] if logs else [str(failure)]
         print("\n".join(rows), file=self.stream, flush=True)
+
+    def pause(self) -> None:
+        """Give the terminal back, with its cursor, until `resume`."""
+        self._paused = self._live is not None and self._live.is_started
+        self.close()
+
+    def resume(self) -> None:
+        if self._paused:
+            self._live.start()
 
     def close(self) -> None:
         if self._live is not None:

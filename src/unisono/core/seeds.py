@@ -18,8 +18,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from unisono.core.errors import UsageError
-
 ENVIRONMENT = "UNISONO_SEED"
 _LATE_MODULES = ("torch", "numpy")
 
@@ -60,9 +58,7 @@ def _apply_first(name: str, module: ModuleType, value: int) -> None:
 
 def from_environment() -> int:
     text = os.environ.get(ENVIRONMENT, "0")
-    if not text.strip().isdigit():
-        raise UsageError(f"{ENVIRONMENT}={text} is not a number of 0 or more")
-    return int(text)
+    return int(text) if text.strip().isdigit() else 0  # what is not a number is refused where the run starts
 
 
 class _SeedOnImport(importlib.abc.MetaPathFinder):

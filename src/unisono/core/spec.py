@@ -9,6 +9,7 @@ keys are refused, with a suggestion.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -147,6 +148,12 @@ def build_run_spec(values: dict[str, Any], source: str) -> RunSpec:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "spec"
         raise UsageError(f"{source}: {key} = {first['input']!r}: {first['msg']}") from None
+
+
+def from_environment() -> dict[str, Any]:
+    """What UNISONO_SEED, UNISONO_MICROBATCHES, UNISONO_THREADS and UNISONO_RUN_DIR ask for; options beat them."""
+    found = {key: os.environ.get(f"UNISONO_{key.upper()}") for key in ("seed", "microbatches", "threads", "run_dir")}
+    return {key: value for key, value in found.items() if value}
 
 
 def read_spec_file(path: Path) -> dict[str, Any]:

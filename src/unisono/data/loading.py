@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from unisono.core import process
-from unisono.core.errors import EmptyData, ScriptFailed, SetupError, WorkerLost
+from unisono.core.errors import EmptyData, ScriptFailed, SetupError, WorkerLost, suggest
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import apply, derive
 from unisono.data.digest import digest
@@ -41,6 +41,13 @@ class Data:
     loader_processes: int = 0
     prefetch: int = 2
     collate: Collate | None = None
+
+    def __post_init__(self) -> None:
+        if self.split not in ("samples", "blocks"):
+            hint = suggest(str(self.split), ("samples", "blocks"))
+            raise SetupError(f"split={self.split!r} is neither samples nor blocks" + (f"; {hint}" if hint else ""))
+        if self.loader_processes < 0 or self.prefetch < 1:
+            raise SetupError(f"loader_processes={self.loader_processes}, prefetch={self.prefetch} make no sense")
 
     @property
     def is_map_style(self) -> bool:
@@ -74,8 +81,6 @@ class Loader(Protocol):
 
 def open_loader(data: Data, batch_size: int, microbatches: int, seed: int) -> Loader:
     """The loader for a dataset, or an error that says why it cannot be read."""
-    if data.loader_processes < 0 or data.prefetch < 1:
-        raise SetupError(f"loader_processes={data.loader_processes}, prefetch={data.prefetch} make no sense")
     if data.is_map_style:
         if len(data.dataset) == 0:
             raise EmptyData(

@@ -120,6 +120,10 @@ class AllReduce:
         else:
             self.end_empty_microbatch()
 
+    def forget_forward_pass(self) -> None:
+        """Take back what a forward pass outside of any microbatch did to the buffers."""
+        self._buffers.put_back()
+
     def end_empty_microbatch(self) -> None:
         """A microbatch without samples counts as zeros, which change nothing but keep their place in the tree."""
         self._end_microbatch()

@@ -63,6 +63,12 @@ class Buffers:
             buffer.sums = []
 
     @torch.no_grad()
+    def put_back(self) -> None:
+        """Every buffer as it was at the step's start."""
+        for buffer in self._all:
+            buffer.current.copy_(buffer.start)
+
+    @torch.no_grad()
     def end_microbatch(self, weight: float, landing: Landing) -> None:
         """Take what this microbatch changed and put the step's value back."""
         for buffer in self._all:

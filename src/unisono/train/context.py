@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 
-from unisono.core import events, seeds
-from unisono.core.errors import SetupError
+from unisono.core import events, process, seeds
+from unisono.core.errors import ScriptFailed, SetupError, UnisonoError
 from unisono.core.run_dir import Recorder, RunDir, create
-from unisono.core.spec import RunSpec
+from unisono.core.spec import RunSpec, build_run_spec, from_environment
 
 
 @dataclass
@@ -81,14 +82,8 @@ def _standalone() -> Context:
     from unisono.core.progress import Progress
 
     script = sys.argv[0] if sys.argv and Path(sys.argv[0]).is_file() else ""
-    asked = os.environ.get("UNISONO_MICROBATCHES")
-    spec = RunSpec(
-        script=script,
-        args=tuple(sys.argv[1:]),
-        run_dir=os.environ.get("UNISONO_RUN_DIR", ""),
-        microbatches=int(asked) if asked else None,
-        threads=int(os.environ.get("UNISONO_THREADS", "1")),
-    )
+    asked = {"script": script, "args": tuple(sys.argv[1:])}
+    spec = build_run_spec(asked | from_environment(), "environment (UNISONO_…)")
     spec, run_dir = create(spec, time.time())
     recorder = Recorder(run_dir, spec)
     recorder.start()
@@ -99,6 +94,16 @@ def _standalone() -> Context:
             event = dataclasses.replace(event, worker=0)
         recorder.handle(event)
         progress.handle(event)
+
+    def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """The run's own record of what ended the script; Python then prints it as always."""
+        known = error if isinstance(error, UnisonoError) else ScriptFailed(process.describe(error))
+        known.where = known.where or process.user_line(error)
+        emit(events.RunFailed(failure=known.as_dict(), exit_code=known.exit_code))
+        progress.close()
+        usual_hook(kind, error, trace)
+
+    usual_hook, sys.excepthook = sys.excepthook, on_uncaught
 
     def close() -> None:
         progress.close()

@@ -79,15 +79,15 @@ class Evaluation:
 
 def measure_with(
     loss: Metric, metrics: Mapping[str, Metric]
-) -> Callable[[Tensor, Tensor, int], list[tuple[float, float]]]:
+) -> Callable[[Tensor, Tensor, float], list[tuple[float, float]]]:
     """The measurements of one chunk: each metric's sum and how many values it is a sum of."""
 
-    def measure(outputs: Tensor, targets: Tensor, samples: int) -> list[tuple[float, float]]:
-        pairs = [(float(loss(outputs, targets).double().mean()) * samples, float(samples))]
+    def measure(outputs: Tensor, targets: Tensor, weight: float) -> list[tuple[float, float]]:
+        pairs = [(float(loss(outputs, targets).double().mean()) * weight, weight)]
         for name, metric in metrics.items():
             value = torch.as_tensor(metric(outputs, targets)).double()
             if value.ndim == 0:
-                pairs.append((float(value) * samples, float(samples)))
+                pairs.append((float(value) * weight, weight))
             elif value.numel():
                 pairs.append((float(value.sum()), float(value.numel())))
             else:

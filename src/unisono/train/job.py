@@ -7,6 +7,7 @@ data. The loop runs on what it returns.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from unisono.core.errors import DataDisagrees, ReplicasDisagree, SetupError
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import even
 from unisono.core.spec import JobSpec, resolve_microbatches
+from unisono.data.digest import digest
 from unisono.data.loading import Data, Loader, StepData, open_loader
 from unisono.elastic.session import Session
 from unisono.parallel import STRATEGIES
@@ -103,8 +105,7 @@ class Job:
 
     def check_data(self, epoch: int) -> None:
         """Raise if this epoch's probes differ between workers."""
-        length, digest = self.loader.probe(epoch)
-        rows = self._gather_numbers([length, digest])
+        rows = self._gather_numbers(self.loader.probe(epoch))
         for rank, (other, other_digest) in enumerate(rows):
             if other != rows[0][0]:
                 raise DataDisagrees(
@@ -152,6 +153,7 @@ class Job:
 
 def open_job(context: Context, request: Request) -> Job:
     spec = _resolve(context, request)
+    _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact)
     device = numerics.choose_device(context.spec.device, context.worker, context.workers)
     request.model.to(device)
@@ -170,8 +172,8 @@ def open_job(context: Context, request: Request) -> Job:
     members = tuple(range(context.workers))
     membership = even(1, members, spec.microbatches, context.meeting_point)
     session.begin(membership, strategy.configure, "the run starts")
-    length, digest = loader.probe(0)
-    fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{digest:012x}")
+    length, seen = loader.probe(0)
+    fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
     job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint)
     _share_initial_state(job)
     _announce(job)
@@ -208,6 +210,20 @@ def _resolve(context: Context, request: Request) -> JobSpec:
     )
 
 
+def _refuse_foreign_parameters(request: Request) -> None:
+    """What the optimizer trains must be in the model: nothing else is reduced, saved or hashed."""
+    known = {id(parameter) for parameter in request.model.parameters()}
+    trained = [p for group in request.optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in trained if id(p) not in known]
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+        raise SetupError(
+            f"the optimizer holds {len(foreign)} parameters that are not in the model, of shape {shapes}",
+            cause="a loss with weights of its own, or the optimizer was built for another model object",
+            do="put everything that is trained into one nn.Module and pass that as the model",
+        )
+
+
 def _strategy_name(request: Request) -> str:
     if request.batch_norm == "local":
         return "allreduce" if request.exact else "native"
@@ -229,8 +245,25 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device
                 state[key] = value.to(device)
 
 
+def _agree_on_the_job(job: Job) -> None:
+    """Every worker resolved the same job, or an error that names what differs. Before anything depends on it."""
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in job.request.optimizer.param_groups]
+    facts = job.spec.model_dump() | {"optimizer settings": settings}
+    rows = job._gather_numbers([float(digest(json.dumps(value, default=str))) for value in facts.values()])
+    for rank, row in enumerate(rows):
+        for name, theirs, first in zip(facts, row, rows[0], strict=True):
+            if theirs != first:
+                raise ReplicasDisagree(
+                    f"worker {rank} was set up with another {name} than worker 0",
+                    cause="the script decides it differently on each worker (here: "
+                    f"{name} = {str(facts[name])[:80]} on worker {job.context.worker})",
+                    do="let every worker come to the same settings; nothing in them may depend on the worker",
+                )
+
+
 def _share_initial_state(job: Job) -> None:
     """Everyone starts from worker 0's weights; that they were not equal already is worth a word."""
+    _agree_on_the_job(job)
     model = job.request.model
     own = int(hash_state(model.state_dict())[:12], 16)
     rows = job._gather_numbers([float(own), float(job.spec.parameters)])

@@ -54,7 +54,7 @@ def train(job: Job, plan: Plan, state: TrainState) -> None:
             started = time.perf_counter()
             with job.session.step(state.step) as attempt:
                 reduced = gradients(job, plan, attempt, data)
-            if not _is_finite(job, plan, reduced, state.step):
+            if not check_finite(job, plan, reduced, state.step):
                 state.advance(math.nan, sum(data.step.counts), skipped=True)
                 continue
             update_started = time.perf_counter()
@@ -115,7 +115,8 @@ def _loss_again(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> float:
     return gradients(job, plan, attempt, data).loss
 
 
-def _is_finite(job: Job, plan: Plan, reduced: Reduced, step: int) -> bool:
+def check_finite(job: Job, plan: Plan, reduced: Reduced, step: int) -> bool:
+    """Whether the step may be taken; raises where a loss that is not finite should end the run."""
     bad = [i for i, loss in enumerate(reduced.losses) if reduced.weights[i] and not math.isfinite(loss)]
     if not bad:
         return True

@@ -80,7 +80,7 @@ class EpochInfo:
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished training came to; the same object on every worker, and ``result.json`` on disk."""
+    """What a finished training came to, and ``result.json`` on disk. `seconds` and the file are each worker's own."""
 
     weights_sha256: str
     steps: int
@@ -99,7 +99,7 @@ class Result:
 class Callback:
     """Override what you need. Called on every worker, with the same values; `is_first_worker` is true on one.
 
-    Parameters may not be changed here. To end the training after the current step, call ``trainer.stop()``.
+    Parameters may not be changed here. To end the training, call ``trainer.stop()``.
     """
 
     def on_start(self, trainer: Any) -> None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from unisono.core import events
-from unisono.core.errors import NonFiniteLoss, SetupError
+from unisono.core.errors import SetupError
 from unisono.data.loading import Data
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train import context as contexts
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request, open_job
-from unisono.train.loop import Loaded, Plan, current_lr, report_step, to_device
+from unisono.train.loop import Loaded, Plan, check_finite, current_lr, report_step, to_device
 from unisono.train.options import Clip, Result
 from unisono.train.state import TrainState
 
@@ -60,7 +60,13 @@ def _take_over(loader: DataLoader[Any]) -> tuple[Data, int]:
             "the DataLoader has no batch_size", do="give it one; a batch sampler of your own cannot be split"
         )
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
-    if not iterable and type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    plain = type(loader.sampler) is SequentialSampler or (
+        type(loader.sampler) is RandomSampler
+        and not loader.sampler.replacement
+        and loader.sampler.num_samples == len(loader.sampler)
+        and len(loader.sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    )
+    if not iterable and not plain:
         raise SetupError(
             f"the DataLoader has a {type(loader.sampler).__name__}",
             cause="Unisono decides the order of samples, so that it is the same on any number of workers",
@@ -96,9 +102,12 @@ class OwnLoop:
         self._started_s = time.perf_counter()
         self._step_started_s = 0.0
         self._pending: Reduced | None = None
-        self._backward_due = False
+        self._due: Literal["nothing", "a backward pass", "a backward pass for show"] = "nothing"
+        self._left_over: list[Microbatch] = []  # empty microbatches behind the last one with samples
         self._plan = Plan(compute=lambda _: torch.zeros(()))
         self._loaded: Loaded | None = None
+        self._last_batch: Any = None
+        self._left_inside_a_step = False
 
     @property
     def is_first_worker(self) -> bool:
@@ -107,49 +116,84 @@ class OwnLoop:
     def microbatches(self) -> Iterator[Any]:
         """One epoch, microbatch by microbatch; each starts from its own random state and from the step's buffers."""
         job, state = self.job, self.state
+        self._refuse_half_steps()
         job.check_data(state.epoch)
         job.request.model.train()
         source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
-        while True:
-            self._step_started_s = time.perf_counter()
-            data = next(source, None)
-            if data is None:
-                break
-            batches = [to_device(batch, job) for batch in data.batches]
-            self._loaded = Loaded(data, batches, time.perf_counter() - self._step_started_s)
-            yield from self._one_step(self._loaded)
-        state.next_epoch()
+        try:
+            while True:
+                self._step_started_s = time.perf_counter()
+                data = next(source, None)
+                if data is None:
+                    break
+                batches = [to_device(batch, job) for batch in data.batches]
+                self._loaded = Loaded(data, batches, time.perf_counter() - self._step_started_s)
+                yield from self._one_step(self._loaded)
+        finally:
+            state.next_epoch()
 
     def _one_step(self, loaded: Loaded) -> Iterator[Any]:
         job = self.job
         weights = job.weights(loaded.step, loaded.batches)
         job.strategy.begin_step(weights)
-        started = time.perf_counter()
-        for index, batch in zip(job.session.mine, loaded.batches, strict=True):
-            job.strategy.begin_microbatch(Microbatch(self.state.step, index, weights[index]))
-            is_last = index == job.session.mine.stop - 1
-            if batch is not None:
-                self._backward_due = True
-                self._is_last, self._compute_started_s = is_last, started
-                yield batch
-                if self._backward_due:
-                    raise SetupError("a batch was taken and run.backward(loss) was not called for it")
-            else:
-                job.strategy.end_empty_microbatch()
-                if is_last:
-                    self._reduce(started)
+        self._compute_started_s = time.perf_counter()
+        mine = [Microbatch(self.state.step, index, weights[index]) for index in job.session.mine]
+        # Samples are dealt out from the front, so microbatches without samples are the last ones.
+        full = [
+            (microbatch, batch) for microbatch, batch in zip(mine, loaded.batches, strict=True) if batch is not None
+        ]
+        self._left_over = mine[len(full) :]
+        self._left_inside_a_step = True
+        for position, (microbatch, batch) in enumerate(full):
+            job.strategy.begin_microbatch(microbatch)
+            self._is_last = position == len(full) - 1
+            self._due, self._last_batch = "a backward pass", batch
+            yield batch
+            self._refuse_missing_calls()
+        if not full:
+            yield from self._go_through_the_motions()
+        self._left_inside_a_step = False
+
+    def _go_through_the_motions(self) -> Iterator[Any]:
+        """A step in which this worker has no samples: the script gets its last batch once more and nothing comes of
+        it, so that ``run.step()``, and whatever the script does after it, happens on every worker equally often."""
+        if self._last_batch is None:
+            raise SetupError(
+                "the first step has no samples for this worker",
+                cause="the dataset is smaller than the number of microbatches",
+                do="use fewer --microbatches and --workers",
+            )
+        self._due, self._is_last = "a backward pass for show", True
+        yield self._last_batch
+        self._refuse_missing_calls()
+
+    def _refuse_missing_calls(self) -> None:
+        if self._due != "nothing":
+            raise SetupError("a batch was taken and run.backward(loss) was not called for it")
         if self._pending is not None:
-            if any(batch is not None for batch in loaded.batches[-1:]):
-                raise SetupError("run.step() was not called after run.backward(loss)")
-            self._apply()  # the step ended with a microbatch without samples: nobody was there to call step()
+            raise SetupError("run.step() was not called after run.backward(loss)")
+
+    def _refuse_half_steps(self) -> None:
+        if self._left_inside_a_step:
+            raise SetupError(
+                "the loop was left in the middle of a step",
+                cause="one step is several microbatches, of which each worker has its own",
+                do="break only after run.step() returned True",
+            )
 
     def backward(self, loss: Tensor) -> None:
         """Instead of ``loss.backward()``. `loss` is the mean over the batch."""
-        if not self._backward_due:
+        due, self._due = self._due, "nothing"
+        if due == "nothing":
             raise SetupError("run.backward(loss) was called twice for one batch", do="add the losses, call it once")
-        self._backward_due = False
-        self.job.strategy.backward(loss)
+        if due == "a backward pass":
+            self.job.strategy.backward(loss)
+        else:
+            self.job.strategy.forget_forward_pass()
         if self._is_last:
+            for microbatch in self._left_over:
+                self.job.strategy.begin_microbatch(microbatch)
+                self.job.strategy.end_empty_microbatch()
             self._reduce(self._compute_started_s)
 
     def _reduce(self, started: float) -> None:
@@ -170,20 +214,19 @@ class OwnLoop:
         reduced, self._pending = self._pending, None
         assert reduced is not None
         assert self._loaded is not None
-        if not math.isfinite(reduced.loss):
-            raise NonFiniteLoss(
-                f"the loss is {reduced.loss} at step {self.state.step + 1}", do="lower the learning rate"
-            )
+        check_finite(self.job, self._plan, reduced, self.state.step)
         lr = current_lr(self.job)
         update_started = time.perf_counter()
         self.job.strategy.step(reduced.loss, _no_closure)
         self.job.update_s = time.perf_counter() - update_started
         self.loss = reduced.loss
+        self._left_inside_a_step = False
         self.state.advance(reduced.loss, sum(self._loaded.step.counts))
         report_step(self.job, self._plan, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
 
     def finish(self, **metrics: float) -> Result:
         """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""
+        self._refuse_half_steps()
         if metrics:
             self.state.history.append({"step": self.state.step, "epoch": self.state.epoch, **metrics})
             self.job.emit(events.Evaluated(step=self.state.step, epoch=self.state.epoch, metrics=metrics, seconds=0.0))

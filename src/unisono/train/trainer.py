@@ -121,7 +121,7 @@ class Trainer:
             raise SetupError("ReduceLROnPlateau follows evaluations", do='set schedule_every="epoch" and eval_data')
 
     def stop(self) -> None:
-        """End the training after the current step; may be called on any worker, all of them stop together."""
+        """End the training. May be called on any worker: the next step carries it to all, and is the last."""
         self._stop_asked = True
 
     def fit(self) -> Result:
@@ -196,15 +196,19 @@ class Trainer:
         if self.eval_data is None:
             return dict
         measure = measure_with(self.loss, self.metrics) if self.loss else None
+        count = self._request.count or first_length
+
+        def weight_of(batch: Any) -> float:
+            return float(count(batch))
 
         def measure_batch(batch: Any) -> list[tuple[float, float]]:
             batch = to_device(batch, job)
             if measure is None:
                 assert self.objective is not None
-                samples = float(first_length(batch))
-                return [(float(self.objective(self.model, batch).double().mean()) * samples, samples)]
+                value = self.objective(self.model, batch).double().mean()
+                return [(float(value) * weight_of(batch), weight_of(batch))]
             inputs, targets = split_batch(batch)
-            return measure(self.model(inputs), targets, len(targets))
+            return measure(self.model(inputs), targets, weight_of(batch))
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)

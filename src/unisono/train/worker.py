@@ -7,6 +7,7 @@ the first exception as an event with the user's own file and line, and ends with
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -14,12 +15,23 @@ import json
 import multiprocessing.process
 import os
 import runpy
+import signal
 import socket
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 from unisono.core import events, process, seeds
-from unisono.core.errors import InternalError, ModelMismatch, NothingTrained, ScriptFailed, ScriptSyntax, UnisonoError
+from unisono.core.errors import (
+    InternalError,
+    ModelMismatch,
+    NothingTrained,
+    ScriptFailed,
+    ScriptSyntax,
+    UnisonoError,
+    WorkerLost,
+)
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
 from unisono.train.context import Context, set_current
@@ -27,6 +39,7 @@ from unisono.wire.channel import FD_VARIABLE, Channel
 
 VARIABLE = "UNISONO_WORKER"  # JSON: {"worker": 0, "spec": {...}, "scratch": "/tmp/...", "meeting_point": "..."}
 
+_TENSOR_ARRIVES = os.path.join("torch", "multiprocessing", "reductions.py")
 _SCREEN = 20_000  # characters of a traceback that are worth showing
 
 
@@ -58,6 +71,7 @@ def main() -> int:
                 do='call trainer.fit(), also when the file guards it with if __name__ == "__main__"',
             )
     except BaseException as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
         failure = _explain(error)
         trace = failure.trace or process.user_traceback(error)
         with contextlib.suppress(Exception):  # the script may have closed it
@@ -87,6 +101,14 @@ def _explain(error: BaseException) -> UnisonoError:
     if isinstance(error, NothingTrained):  # ours alone: no line of the script is at fault
         return error
     where = process.user_line(error)
+    loader_death = _loader_death(error)
+    if loader_death and type(error) is not WorkerLost:
+        return WorkerLost(
+            "a loader process died",
+            where=where,
+            cause=loader_death,
+            do="often memory: lower loader_processes or prefetch; or look in the worker's log",
+        )
     if isinstance(error, UnisonoError):
         error.where = error.where or where
         return error
@@ -96,11 +118,33 @@ def _explain(error: BaseException) -> UnisonoError:
     return kind(process.describe(error), where=where)
 
 
+def _loader_death(error: BaseException | None) -> str:
+    """Torch says it from a signal handler, at any line; or a tensor was on its way when the process died."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+            return str(error).splitlines()[0]
+        if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+            frames = traceback.extract_tb(error.__traceback__)
+            if any(frame.filename.endswith(_TENSOR_ARRIVES) for frame in frames):
+                return f"it was gone while it sent a batch ({process.describe(error)})"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _leave(code: int) -> None:
+    """End the process without taking the interpreter apart, which costs a second with torch loaded.
+
+    What a script may rely on at the end of a run that went well is done: its threads, its exit functions, its output.
+    After a failure, threads of a broken generation may never end, and nothing is left to save.
+    """
+    if not code:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    code = main()
-    if code:
-        # The interpreter's own shutdown may wait for threads of a broken generation; nothing is left to save.
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(code)
+    _leave(main())

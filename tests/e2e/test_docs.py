@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents keep to the code: their scripts run, their tables are complete, their links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from multiproc.running import run_python
+from unisono.core.errors import EXIT_CODES, UnisonoError
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINING, ERRORS = ROOT / "docs" / "training.md", ROOT / "docs" / "errors.md"
+DOCUMENTS = [*sorted(ROOT.glob("README*.md")), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BEFORE, AFTER = "examples/04_own_loop_before.py", "examples/04_own_loop.py"
+MOST_ADDED_LINES = 5
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def blocks(path: Path, language: str) -> dict[str, str]:
+    """The fenced blocks of one language, by the heading they stand under and their number there."""
+    text, found = path.read_text(), {}
+    for match in FENCE.finditer(text):
+        if match[1] == language:
+            heading = re.findall(r"^#+ (.+)$", FENCE.sub("", text[: match.start()]), re.M)[-1]
+            names = (heading, *(f"{heading} ({number})" for number in range(2, 100)))
+            found[next(name for name in names if name not in found)] = match[2]
+    return found
+
+
+SCRIPTS = blocks(TRAINING, "python")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_in_the_users_guide_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    run_python(SCRIPTS[name], tmp_path, timeout_s=60)
+
+
+def test_the_scripts_of_the_users_guide_use_every_public_name() -> None:
+    import unisono
+
+    text = "\n".join(SCRIPTS.values())
+    in_signatures = {"EpochInfo", "Result", "StepInfo", "UnisonoError"}  # what a script gets, and need not name
+    assert [name for name in unisono.__all__ if name not in in_signatures and f"unisono.{name}" not in text] == []
+
+
+def kinds(root: type[UnisonoError] = UnisonoError) -> Iterator[type[UnisonoError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from kinds(child)
+
+
+def rows(path: Path, heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its head and rule."""
+    section = path.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    table = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in table[2:]]
+
+
+def test_every_error_code_is_listed_once_with_its_exit_code_and_no_other() -> None:
+    listed = [(cells[0].strip("`"), int(cells[1])) for cells in rows(ERRORS, "Error codes")]
+    assert listed == sorted({(kind.code, kind.exit_code) for kind in kinds()})
+    assert all(len(cells) == 5 and all(cells) for cells in rows(ERRORS, "Error codes")), "a cell is empty"
+    known = {kind.code for kind in kinds()}
+    for path in DOCUMENTS:
+        assert set(re.findall(r"UNI-\d+", path.read_text())) <= known, path.name
+
+
+def test_every_exit_code_is_listed_with_its_meaning_and_no_other() -> None:
+    assert {int(code): meaning for code, meaning in rows(ERRORS, "Exit codes")} == EXIT_CODES
+    assert {kind.exit_code for kind in kinds()} <= set(EXIT_CODES)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_relative_link_leads_to_a_file_and_a_heading(path: Path) -> None:
+    broken = []
+    for link in LINK.findall(FENCE.sub("", path.read_text())):
+        if re.match(r"[a-z]+:", link):  # another site
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def anchors(path: Path) -> set[str]:
+    """The names that GitHub gives to a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def code_of(name: str) -> list[str]:
+    """The lines of an example below its docstring."""
+    text = (ROOT / name).read_text()
+    docstring = ast.parse(text).body[0]
+    return "\n".join(text.splitlines()[docstring.end_lineno :]).strip("\n").splitlines()
+
+
+def test_the_difference_in_the_users_guide_is_the_one_between_the_examples_and_five_lines_long() -> None:
+    expected = list(difflib.unified_diff(code_of(BEFORE), code_of(AFTER), BEFORE, AFTER, lineterm="", n=1))
+    (shown,) = blocks(TRAINING, "diff").values()
+    # Editors like to take the blank off an empty line of context.
+    assert [line.rstrip() for line in shown.splitlines()] == [line.rstrip() for line in expected]
+    added = [line for line in expected[2:] if line.startswith("+") and line != "+"]
+    assert 0 < len(added) <= MOST_ADDED_LINES, added
+
+
+def test_the_readme_tells_a_newcomer_how_to_begin() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "make demo" in text
+    assert "make test" in text

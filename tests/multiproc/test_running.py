@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The helper of these tests itself: what hangs is ended and shows its stack, what was left behind is found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from multiproc.running import MARK, gone_within, left_behind, run_unisono
+
+
+def test_a_command_that_hangs_is_ended_with_the_stacks_of_its_workers(tmp_path: Path) -> None:
+    script = "import time\n\n\ndef wait_for_ever():\n    time.sleep(1000)\n\n\nwait_for_ever()\n"
+    started_s = time.monotonic()
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_unisono(script, tmp_path, timeout_s=4)
+    message = str(caught.value)
+    assert "still running after 4 s" in message
+    assert message.count('train.py", line 5 in wait_for_ever') >= 2, message
+    assert time.monotonic() - started_s < 30
+
+
+def test_an_unexpected_exit_code_shows_the_output_and_the_logs(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_unisono("print('from the log')\nraise SystemExit(3)\n", tmp_path, workers=1)
+    for text in ("exit code 10, expected 0", "UNI-1101", "worker-0.log", "from the log"):
+        assert text in str(caught.value)
+
+
+def test_a_process_that_moved_away_is_found_by_its_environment(tmp_path: Path) -> None:
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True, cwd="/")
+    found = left_behind(os.environ[MARK], tmp_path)
+    assert [process.pid for process in found] == [child.pid]
+    child.kill()
+    assert gone_within(2, lambda: left_behind(os.environ[MARK], tmp_path))
+    child.wait()
