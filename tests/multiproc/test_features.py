@@ -83,6 +83,10 @@ class Stream(IterableDataset):
             length = random.randint(2, 6)
             yield torch.randn(6) , torch.randint(3, ()), length
 
+def masked(samples):
+    inputs, targets, lengths = torch.utils.data.default_collate(samples)
+    return inputs * (torch.rand_like(inputs) > 0.1), targets, lengths
+
 def objective(model, batch):
     inputs, targets, lengths = batch
     return (nn.functional.cross_entropy(model(inputs), targets, reduction="none") * lengths).sum() / lengths.sum()
@@ -90,7 +94,7 @@ def objective(model, batch):
 model = mlp()
 unisono.Trainer(
     model, torch.optim.Adam(model.parameters(), lr=0.01), objective=objective, batch_size=12, epochs=2,
-    data=unisono.Data(Stream(), loader_processes=int(sys.argv[1])), count=lambda batch: batch[2].sum(),
+    data=unisono.Data(Stream(), loader_processes=int(sys.argv[1]), collate=masked), count=lambda batch: batch[2].sum(),
 ).fit()
 """
 
@@ -102,6 +106,51 @@ def test_an_iterable_dataset_with_token_weights_agrees_and_reads_every_sample_on
         hashes.add(finished.weights_sha256)
         assert finished.result["samples"] == 2 * 41
     assert len(hashes) == 1
+
+
+NOISE = """
+class Langevin(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(0.01 * torch.randn_like(p))
+
+class FirstReading(Dataset):
+    file = None
+    def __len__(self): return 30
+    def __getitem__(self, i):
+        if self.file is None: self.file = open("numbers.bin", "rb")
+        self.file.seek(24 * i)
+        return torch.frombuffer(bytearray(self.file.read(24)), dtype=torch.float32), i % 3
+
+class Rows(unisono.Callback):
+    def on_start(self, trainer):
+        trainer.model[2].eval()  # dropout stays off, also after evaluations
+        self.file = open(f"rows-{len(sys.argv)}.txt", "a")
+    def on_step(self, info):
+        assert not model[2].training
+        print(info.step, file=self.file)
+
+data(30)[0].numpy().tofile("numbers.bin")
+model = mlp()
+rows = Rows()
+unisono.Trainer(
+    model, Langevin(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy, batch_size=10, epochs=3,
+    data=unisono.Data(FirstReading(), loader_processes=int(sys.argv[1])), eval_data=TensorDataset(*data(11, 1)),
+    callbacks=[rows],
+).fit()
+"""
+
+
+def test_noisy_optimizers_lazily_opened_files_and_frozen_dropout(tmp_path: Path) -> None:
+    finished = agree(NOISE, tmp_path, "2")
+    rows = (tmp_path / "rows-2.txt").read_text().split()
+    assert sorted(map(int, rows)) == sorted([*range(1, 10)] * 4), "files that the script left open lost their end"
+    assert (
+        finished.weights_sha256
+        == run_python(HEAD + NOISE, tmp_path, "0", env={"UNISONO_MICROBATCHES": "5"}).weights_sha256
+    )
 
 
 LBFGS = """

@@ -69,7 +69,6 @@ def test_a_clip_that_leaves_nothing_is_refused(kind: str, limit: float) -> None:
 @pytest.mark.parametrize(
     ("clip", "text"),
     [
-        (Clip(), ""),
         (Clip(norm=1.0), "norm=1"),
         (Clip(value=0.5), "value=0.5"),
         (Clip(norm=2.5, value=1e-3), "norm=2.5, value=0.001"),
@@ -77,3 +76,8 @@ def test_a_clip_that_leaves_nothing_is_refused(kind: str, limit: float) -> None:
 )
 def test_a_clip_is_written_into_the_spec_like_this(clip: Clip, text: str) -> None:
     assert str(clip) == text
+
+
+def test_a_clip_without_a_limit_is_refused() -> None:
+    with pytest.raises(SetupError, match="clips nothing"):
+        Clip()

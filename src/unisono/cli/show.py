@@ -45,9 +45,12 @@ def _differences(first: Path, other: Path) -> list[str]:
     if first.is_file() or other.is_file():
         return []
     specs, prints = [], []
-    for run_dir in (find(str(first)), find(str(other))):
-        specs.append(json.loads(run_dir.spec.read_text())["job"] or {})
-        prints.append(Fingerprint(**json.loads(run_dir.result.read_text())["fingerprint"]))
+    try:
+        for run_dir in (find(str(first)), find(str(other))):
+            specs.append(json.loads(run_dir.spec.read_text())["job"] or {})
+            prints.append(Fingerprint(**json.loads(run_dir.result.read_text())["fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError):  # one of them has not finished, or is of another version
+        return []
     changed = [
         f"{key} {specs[0][key]} -> {specs[1].get(key)}" for key in specs[0] if specs[0][key] != specs[1].get(key)
     ]

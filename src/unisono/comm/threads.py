@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.comm.seam import DONE, Message, Op, Pending
 from unisono.core.errors import PeerLost
-from unisono.core.membership import Membership, even
+from unisono.core.membership import Membership
 
 _GATHER_TAG = -1  # negative tags are the hub's own
 
@@ -100,10 +100,3 @@ class ThreadComm:
 
     def close(self) -> None:
         return None
-
-
-def alone(microbatches: int, worker: int = 0) -> ThreadComm:
-    """The Comm of a run with one worker."""
-    comm = ThreadComm(Hub(), worker)
-    comm.reconfigure(even(1, (worker,), microbatches))
-    return comm

@@ -23,6 +23,7 @@ from unisono.core.seeds import apply, derive
 from unisono.data.digest import digest
 from unisono.data.order import Order, Split
 
+_PROBES = 4  # samples that all workers read at the start of an epoch, to compare
 Collate = Callable[[list[Any]], Any]
 
 
@@ -39,18 +40,25 @@ class Data:
     shuffle: bool = True
     drop_last: bool = False
     loader_processes: int = 0
-    prefetch: int = 2
+    prefetch: int | None = None  # microbatches that each loader process prepares ahead, 2 by default
     collate: Collate | None = None
 
     def __post_init__(self) -> None:
         if self.split not in ("samples", "blocks"):
             hint = suggest(str(self.split), ("samples", "blocks"))
             raise SetupError(f"split={self.split!r} is neither samples nor blocks" + (f"; {hint}" if hint else ""))
-        if self.loader_processes < 0 or self.prefetch < 1:
-            raise SetupError(f"loader_processes={self.loader_processes}, prefetch={self.prefetch} make no sense")
+        if self.loader_processes < 0:
+            raise SetupError(f"loader_processes={self.loader_processes} makes no sense", do="give 0 or more")
+        if self.prefetch is not None and (self.prefetch < 1 or not self.loader_processes):
+            raise SetupError(
+                f"prefetch={self.prefetch} cannot take effect with loader_processes={self.loader_processes}",
+                do="give at least one loader process and prefetch at least one",
+            )
 
     @property
     def is_map_style(self) -> bool:
+        if isinstance(self.dataset, torch.utils.data.IterableDataset):  # it may have a length and inherits __getitem__
+            return False
         return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
 
 
@@ -71,7 +79,8 @@ class Loader(Protocol):
     samples: int | None
     steps_per_epoch: int | None
 
-    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]: ...
+    def epoch(self, epoch: int, from_step: int, mine: range, to_step: int | None = None) -> Iterator[StepData]:
+        """The steps of an epoch from `from_step` on, up to `to_step` or the end."""
 
     def probe(self, epoch: int) -> tuple[int, int]:
         """(length or -1, digest of a few samples): must agree on all workers."""
@@ -117,6 +126,36 @@ class _Key:
 
 
 @dataclass(frozen=True)
+class _Probe:
+    """One raw sample, read the way the loader reads: in a loader process where there are any, so that files which the
+    dataset opens at the first reading are opened there and not shared."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The microbatches of some steps, in order; any number of them costs nothing."""
+
+    epoch: int
+    steps: range
+    mine: range
+
+    def __iter__(self) -> Iterator[_Key]:
+        return (_Key(self.epoch, step, microbatch) for step in self.steps for microbatch in self.mine)
+
+
+@dataclass
+class _Asked:
+    """What the loader processes are asked for next: torch's sampler, whose content we change between epochs."""
+
+    keys: Iterable[_Key | _Probe] = ()
+
+    def __iter__(self) -> Iterator[_Key | _Probe]:
+        return iter(self.keys)
+
+
+@dataclass(frozen=True)
 class _Failure:
     """An exception in a loader process, as text: exceptions of user code need not survive pickling."""
 
@@ -139,7 +178,10 @@ class _Fetch:
     def __len__(self) -> int:
         return self.order.steps_per_epoch * self.order.microbatches
 
-    def fetch(self, key: _Key) -> Any:
+    def fetch(self, key: _Key | _Probe) -> Any:
+        if isinstance(key, _Probe):
+            apply(derive(self.order.seed, "probe-state", key.index))
+            return key.index, self.data.dataset[key.index]
         ids = self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)
         if not len(ids):
             return None
@@ -151,10 +193,12 @@ class _Fetch:
         batched = getattr(dataset, "__getitems__", None)
         return self.collate(batched(list(ids)) if batched else [dataset[i] for i in ids])
 
-    def __getitem__(self, key: _Key) -> Any:
+    def __getitem__(self, key: _Key | _Probe) -> Any:
         try:
             return self.fetch(key)
         except Exception as error:
+            if isinstance(key, _Probe):
+                return _failure(error, [key.index])
             return _failure(error, list(self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)))
 
 
@@ -188,33 +232,34 @@ class MapLoader:
         self.samples: int | None = order.samples
         self.steps_per_epoch: int | None = order.steps_per_epoch
         self._fetch = _Fetch(data, order)
-        self._keys: list[_Key] = []
+        self._asked = _Asked()
         self._loader: DataLoader[Any] | None = None
+        self._probed: tuple[int, tuple[int, int]] = (-1, (0, 0))  # epoch, result
 
-    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]:
-        steps = range(from_step, self.order.steps_per_epoch)
-        batches = self._batches([_Key(epoch, step, m) for step in steps for m in mine])
+    def epoch(self, epoch: int, from_step: int, mine: range, to_step: int | None = None) -> Iterator[StepData]:
+        steps = range(from_step, self.order.steps_per_epoch if to_step is None else to_step)
+        batches = self._batches(_Keys(epoch, steps, mine))
         for step in steps:
             local = _Take(batches, len(mine))
             yield StepData(epoch, step, self.order.counts(step), local)
             local.skip_rest()
 
-    def _batches(self, keys: list[_Key]) -> Iterator[Any]:
+    def _batches(self, keys: Iterable[_Key | _Probe]) -> Iterator[Any]:
         if not self.data.loader_processes:
             yield from map(self._fetch.fetch, keys)
             return
         if self._loader is None:
             self._loader = DataLoader(
                 self._fetch,  # type: ignore[arg-type]
-                sampler=self._keys,
+                sampler=self._asked,
                 batch_size=None,
                 num_workers=self.data.loader_processes,
-                prefetch_factor=self.data.prefetch,
+                prefetch_factor=self.data.prefetch or 2,
                 persistent_workers=True,
                 collate_fn=_same,
                 worker_init_fn=_loader_init,
             )
-        self._keys[:] = keys
+        self._asked.keys = keys
         try:
             for item in self._loader:
                 if isinstance(item, _Failure):
@@ -230,13 +275,11 @@ class MapLoader:
             ) from None
 
     def probe(self, epoch: int) -> tuple[int, int]:
-        length, seed = len(self.data.dataset), self.order.seed
-        seen = []
-        for number in range(4):
-            index = derive(seed, "probe", epoch, number) % length
-            apply(derive(seed, "probe-state", index))
-            seen.append((index, self.data.dataset[index]))
-        return length, digest(seen)
+        if self._probed[0] != epoch:
+            length, seed = len(self.data.dataset), self.order.seed
+            keys = [_Probe(derive(seed, "probe", epoch, number) % length) for number in range(_PROBES)]
+            self._probed = epoch, (length, digest(list(self._batches(keys))))
+        return self._probed[1]
 
     def close(self) -> None:
         self._loader = None
@@ -267,7 +310,7 @@ class StreamLoader:
         self.steps_per_epoch: int | None = None
         self.collate = data.collate or default_collate
 
-    def epoch(self, epoch: int, from_step: int, mine: range) -> Iterator[StepData]:
+    def epoch(self, epoch: int, from_step: int, mine: range, to_step: int | None = None) -> Iterator[StepData]:
         if self.data.loader_processes:
             steps: Iterable[Any] = self._in_process(epoch, mine)
         else:
@@ -277,8 +320,15 @@ class StreamLoader:
             if isinstance(item, _Failure):
                 _raise(item)
             empty = False
+            if to_step is not None and item.step_in_epoch >= to_step:
+                return
             if item.step_in_epoch >= from_step:
                 yield item
+        if empty and self.data.drop_last:
+            raise EmptyData(
+                f"drop_last leaves nothing: the stream did not fill one batch of {self.batch_size}",
+                do="lower batch_size, or keep the last batch with drop_last=False",
+            )
         if empty:
             raise EmptyData(
                 f"the iterable dataset gave nothing in epoch {epoch + 1}",
@@ -297,9 +347,13 @@ class StreamLoader:
             if self.data.drop_last and len(samples) < self.batch_size:
                 return
             parts = split_evenly(len(samples), self.microbatches)
-            batches = [self.collate([samples[i] for i in parts[m]]) if len(parts[m]) else None for m in mine]
+            batches = [self._collated([samples[i] for i in parts[m]], epoch, step, m) for m in mine]
             yield StepData(epoch, step, tuple(map(len, parts)), batches, digest(len(samples), samples[0]))
             step += 1
+
+    def _collated(self, samples: list[Any], epoch: int, step: int, microbatch: int) -> Any:
+        apply(derive(self.seed, "collate", epoch, step, microbatch))  # it may mask or mix at random
+        return self.collate(samples) if samples else None
 
     def _pull(self, stream: Iterator[Any], epoch: int, step: int) -> Sequence[Any]:
         """The step's samples, drawn from random state of their own: the forward passes in between use another."""
@@ -316,7 +370,7 @@ class StreamLoader:
             _Stream(self, epoch, mine),
             batch_size=None,
             num_workers=1,
-            prefetch_factor=self.data.prefetch,
+            prefetch_factor=self.data.prefetch or 2,
             collate_fn=_same,
             worker_init_fn=_loader_init,
         )

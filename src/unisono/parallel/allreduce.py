@@ -63,7 +63,7 @@ class AllReduce:
         self._reducer = DirectReducer(self.comm, membership)
         self._assignment = Assignment(mine, self._landings(mine))
         if self.comm.size > 1 and self._overlap is None:
-            self._overlap = Overlap()
+            self._overlap = Overlap(next(self.model.parameters()).device)
 
     def _landings(self, mine: range) -> tuple[tree.Landing, ...]:
         return tree.landings(mine, self._membership.microbatches)

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-Meet = Callable[[Tensor], Tensor]
+Sum = Callable[[Tensor], Tensor]  # what I bring -> the sum over all microbatches
+
+
+class Meet(Protocol):
+    def __call__(self, mine: Tensor, place: str) -> Tensor: ...
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, count: float, meet: Meet
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, count: float, meet: Sum
     ) -> Tensor:
         normal = (x - _wide(mean, x)) * _wide(scale, x)  # (n, c, ...)
         ctx.save_for_backward(normal, weight, scale)
@@ -58,11 +63,12 @@ class SynchronisedNorms:
         self._meet = meet
         self._pending: dict[int, _Pending] = {}
         self.modules = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-        for module in self.modules:
-            module.forward = self._forward_of(module)  # type: ignore[method-assign, assignment]
+        for number, module in enumerate(self.modules):
+            module.forward = self._forward_of(module, number)  # type: ignore[method-assign, assignment]
 
-    def _forward_of(self, module: _BatchNorm) -> Callable[[Tensor], Tensor]:
+    def _forward_of(self, module: _BatchNorm, number: int) -> Callable[[Tensor], Tensor]:
         plain = module.forward
+        meet_forward, meet_backward = (partial(self._meet, place=f"{way} {number}") for way in ("forward", "backward"))
 
         def forward(x: Tensor) -> Tensor:
             if not (module.training and torch.is_grad_enabled()):
@@ -70,7 +76,7 @@ class SynchronisedNorms:
             axes = [0, *range(2, x.ndim)]
             exact = x.detach().double()
             size = torch.tensor([exact.numel() / exact.shape[1]], dtype=torch.float64, device=x.device)
-            total = self._meet(torch.cat([exact.sum(axes), (exact * exact).sum(axes), size]))
+            total = meet_forward(torch.cat([exact.sum(axes), (exact * exact).sum(axes), size]))
             count = float(total[-1])
             mean, square = (total[:-1] / count).chunk(2)
             variance = (square - mean * mean).clamp_(min=0)
@@ -80,7 +86,7 @@ class SynchronisedNorms:
             weight = module.weight if module.weight is not None else ones
             bias = module.bias if module.bias is not None else torch.zeros_like(ones)
             moved, shrunk = mean.to(x.dtype), scale.to(x.dtype)
-            out: Tensor = _Normalise.apply(x, weight, bias, moved, shrunk, count, self._meet)  # type: ignore[no-untyped-call]
+            out: Tensor = _Normalise.apply(x, weight, bias, moved, shrunk, count, meet_backward)  # type: ignore[no-untyped-call]
             return out
 
         return forward

@@ -16,21 +16,36 @@ from torch import Tensor, nn
 
 from unisono.comm.direct import DirectReducer
 from unisono.comm.tree import Landing
+from unisono.core.errors import SetupError
 
 
 @dataclass
 class _Buffer:
+    name: str
     module: nn.Module
     key: str
-    start: Tensor  # value at the step's start; a copy of our own
+    home: Tensor  # the tensor that the module holds between steps
+    start: Tensor  # its value at the step's start; a copy of our own
     changed: bool = False
     sums: list[Tensor] = field(default_factory=list)  # float64 partial sums, by level
 
     @property
-    def current(self) -> Tensor:
-        value = getattr(self.module, self.key)
-        assert isinstance(value, Tensor)
+    def current(self) -> Tensor | None:
+        """What the module holds now, or None where it is no longer the same kind of thing.
+
+        A buffer whose shape or dtype changes in a forward pass is taken for a cache (of masks, of rotations): it is
+        left to the model until the next step.
+        """
+        value = self.module._buffers.get(self.key)
+        if value is None or value.shape != self.start.shape or value.dtype != self.start.dtype:
+            return None
         return value
+
+    def restore(self, value: Tensor) -> None:
+        """Back to the module's own tensor, also when the forward pass put another in its place."""
+        if self.current is not None:
+            self.module._buffers[self.key] = self.home
+            self.home.copy_(value)
 
     @property
     def is_float(self) -> bool:
@@ -38,16 +53,17 @@ class _Buffer:
 
 
 class Buffers:
-    """Watches the persistent and other buffers of a model that hold numbers; None buffers are left alone."""
+    """Watches the buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         seen: set[int] = set()
         self._all: list[_Buffer] = []
-        for module in model.modules():
+        for path, module in model.named_modules():
             for key, value in module._buffers.items():
                 if value is not None and id(value) not in seen:
                     seen.add(id(value))
-                    self._all.append(_Buffer(module, key, value.detach().clone()))
+                    name = f"{path}.{key}" if path else key
+                    self._all.append(_Buffer(name, module, key, value, value.detach().clone()))
 
     def __len__(self) -> int:
         return len(self._all)
@@ -55,10 +71,12 @@ class Buffers:
     @torch.no_grad()
     def begin_step(self) -> None:
         for buffer in self._all:
-            if buffer.current.shape != buffer.start.shape or buffer.current.dtype != buffer.start.dtype:
-                buffer.start = buffer.current.detach().clone()
-            else:
-                buffer.start.copy_(buffer.current)
+            held = buffer.module._buffers.get(buffer.key)
+            if held is not None and buffer.current is None:
+                buffer.start = held.detach().clone()
+            elif held is not None:
+                buffer.start.copy_(held)
+            buffer.home = held if held is not None else buffer.home
             buffer.changed = False
             buffer.sums = []
 
@@ -66,24 +84,47 @@ class Buffers:
     def put_back(self) -> None:
         """Every buffer as it was at the step's start."""
         for buffer in self._all:
-            buffer.current.copy_(buffer.start)
+            buffer.restore(buffer.start)
+
+    @torch.no_grad()
+    def take_out(self) -> list[tuple[_Buffer, Tensor]]:
+        """What the running microbatch has changed so far; the step's values are put back for the next one."""
+        taken = [
+            (b, b.current.clone()) for b in self._all if b.current is not None and not torch.equal(b.current, b.start)
+        ]
+        for buffer, _ in taken:
+            buffer.restore(buffer.start)
+        return taken
+
+    @torch.no_grad()
+    def put_in(self, taken: list[tuple[_Buffer, Tensor]]) -> None:
+        for buffer, value in taken:
+            buffer.restore(value)
 
     @torch.no_grad()
     def end_microbatch(self, weight: float, landing: Landing) -> None:
         """Take what this microbatch changed and put the step's value back."""
         for buffer in self._all:
             value = buffer.current
+            if value is None:
+                continue
             # By value: batch norm writes its statistics without raising their version counter.
             touched = not torch.equal(value, buffer.start)
             buffer.changed |= touched
             if buffer.is_float:
+                if touched and not torch.isfinite(buffer.start).all():
+                    raise SetupError(
+                        f"the buffer {buffer.name} starts from infinity or NaN and changes in a forward pass",
+                        cause="buffers are averaged over microbatches, which such a value cannot be",
+                        do="start it from a finite value, or keep it outside of the model's buffers",
+                    )
                 difference = (value.double() - buffer.start.double()).mul_(weight) if touched else None
                 self._land(buffer, difference, landing)
             elif touched:
                 top = buffer.sums[0] if buffer.sums else buffer.start.clone()
                 buffer.sums = [torch.maximum(top, value)]
-            if touched:
-                value.copy_(buffer.start)
+            if touched or value is not buffer.home:
+                buffer.restore(buffer.start)
 
     def _land(self, buffer: _Buffer, difference: Tensor | None, landing: Landing) -> None:
         if difference is None:
@@ -115,13 +156,13 @@ class Buffers:
             reducer.reduce(parts, tag)
             for buffer, total in zip(floats, torch.split(parts[0], [b.start.numel() for b in floats]), strict=True):
                 new = buffer.start.double() + total.view(buffer.start.shape)
-                buffer.current.copy_(new)
+                buffer.restore(new)
         if others:
             mine = [(b.sums[0] if b.sums else b.start).reshape(-1).to(torch.int64) for b in others]
             rows = [torch.cat(mine) for _ in range(reducer.parts)]
             reducer.reduce(rows, tag + 1, op="max")
             for buffer, top in zip(others, torch.split(rows[0], [b.start.numel() for b in others]), strict=True):
-                buffer.current.copy_(top.view(buffer.start.shape))
+                buffer.restore(top.view(buffer.start.shape))
 
 
 def _level(buffer: _Buffer, level: int) -> Tensor:

@@ -43,6 +43,8 @@ class Cursor:
     is_last: bool
     reported: list[bool]  # by parameter
     missing: list[int]  # by bucket: parameters that have not reported
+    silent: list[int]  # parameters that were counted as zeros
+    earlier: Cursor | None  # of the microbatch before, where several are under way at once
 
 
 class Gradients:
@@ -80,16 +82,23 @@ class Gradients:
         self.drop()
 
     def _view(self, flat: list[Tensor], position: int) -> Tensor:
+        """A parameter's part of a bucket, with the parameter's strides where those are dense: fused optimizers walk
+        parameter and gradient side by side and do not look."""
         slot, parameter = self.layout.slots[position], self.parameters[position]
-        return flat[slot.bucket][slot.start : slot.stop].view(parameter.shape)
+        part = flat[slot.bucket][slot.start : slot.stop]
+        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+            return part.as_strided(parameter.shape, parameter.stride())
+        return part.view(parameter.shape)
 
-    def begin_microbatch(self, microbatch: int) -> Cursor:
+    def begin_microbatch(self, microbatch: int, earlier: Cursor | None = None) -> Cursor:
         mine = self._assignment.mine
         self.cursor = Cursor(
             landing=self._assignment.landings[microbatch - mine.start],
             is_last=microbatch == mine.stop - 1,
             reported=[False] * len(self.parameters),
             missing=list(self._bucket_sizes),
+            silent=[],
+            earlier=earlier,
         )
         return self.cursor
 
@@ -98,10 +107,10 @@ class Gradients:
         """Count what got no gradient as zeros, exactly as if zeros had been sent. Returns their positions."""
         cursor, self.cursor = self.cursor, None
         assert cursor is not None
-        silent = [position for position, reported in enumerate(cursor.reported) if not reported]
-        for position in silent:
-            self._land(cursor, position, None)
-        return silent
+        for position, reported in enumerate(cursor.reported):
+            if not reported:
+                self._land(cursor, position, None)
+        return cursor.silent
 
     def _hook(self, position: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:
@@ -123,6 +132,8 @@ class Gradients:
         return take
 
     def _land(self, cursor: Cursor, position: int, gradient: Tensor | None) -> None:
+        if cursor.earlier is not None and not cursor.earlier.reported[position]:
+            self._land(cursor.earlier, position, None)  # its turn is over for this parameter
         level, merges = cursor.landing.level, cursor.landing.merges
         target = self._views[level][position]
         if merges:
@@ -134,6 +145,8 @@ class Gradients:
             target.zero_()
         else:
             target.copy_(gradient)
+        if gradient is None:
+            cursor.silent.append(position)
         cursor.reported[position] = True
         cursor.missing[self.layout.slots[position].bucket] -= 1
         if cursor.is_last:

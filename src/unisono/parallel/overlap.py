@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
+
+import torch
 
 Job = Callable[[], None]
 
 
 class Overlap:
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._open = 0
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self.busy_s = 0.0  # time this thread spent in jobs since it was last read
         self._thread = threading.Thread(target=self._run, name="unisono-overlap", daemon=True)
         self._thread.start()
 
@@ -41,14 +42,14 @@ class Overlap:
             raise error
 
     def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # it belongs to a thread, not to the process
         while (job := self._jobs.get()) is not None:
-            started = time.perf_counter()
             try:
                 if self._error is None:
                     job()
             except BaseException as error:
                 self._error = error
-            self.busy_s += time.perf_counter() - started
             with self._lock:
                 self._open -= 1
                 if not self._open:

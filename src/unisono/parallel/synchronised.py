@@ -37,7 +37,7 @@ class SynchronisedAllReduce(AllReduce):
         random_state: Callable[[Microbatch], int] = lambda _: 0,
     ) -> None:
         super().__init__(model, optimizer, comm, before_update, random_state)
-        self._lockstep = Lockstep(self._combine, self._switch)
+        self._lockstep = Lockstep(self._combine, self._switch, self._buffers.take_out, self._buffers.put_in)
         self._norms = SynchronisedNorms(model, self._lockstep.meet)
         if not self._norms.modules:
             raise SetupError('batch_norm="synchronised" has no effect: the model has no batch norm', do="leave it out")
@@ -47,10 +47,10 @@ class SynchronisedAllReduce(AllReduce):
     def configure(self, membership: Membership) -> None:
         super().configure(membership)
         self._meetings = DirectReducer(self.comm, membership)
-        if len(self._assignment.mine) > 1 and any(p.is_cuda for p in self.model.parameters()):
+        if membership.microbatches > 1 and any(p.is_cuda for p in self.model.parameters()):
             raise SetupError(
-                'batch_norm="synchronised" on a GPU needs one microbatch a worker',
-                do=f"use --microbatches {len(membership.members)}, or local batch norm",
+                'batch_norm="synchronised" is not there yet for several microbatches on GPUs',
+                do="use --workers 1 --microbatches 1, or local batch norm",
             )
 
     def forward_backward(self, microbatch: Microbatch, compute: Compute) -> None:
@@ -65,7 +65,10 @@ class SynchronisedAllReduce(AllReduce):
     def reduce(self, notes: Sequence[float]) -> Reduced:
         assert self._gradients is not None
         queued, self._queued = self._queued, []
-        self._cursors = [(m, self._gradients.begin_microbatch(m.index)) for m, _ in queued]
+        self._cursors = []
+        for microbatch, _ in queued:
+            earlier = self._cursors[-1][1] if self._cursors else None
+            self._cursors.append((microbatch, self._gradients.begin_microbatch(microbatch.index, earlier)))
         self._lockstep.run([self._task(microbatch, compute) for microbatch, compute in queued])
         return super().reduce(notes)
 

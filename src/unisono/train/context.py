@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from unisono.core import events, process, seeds
-from unisono.core.errors import ScriptFailed, SetupError, UnisonoError
+from unisono.core.errors import Interrupted, ScriptFailed, SetupError, UnisonoError
 from unisono.core.run_dir import Recorder, RunDir, create
 from unisono.core.spec import RunSpec, build_run_spec, from_environment
 
@@ -88,19 +88,26 @@ def _standalone() -> Context:
     recorder = Recorder(run_dir, spec)
     recorder.start()
     progress = Progress(run_dir)
+    over: list[bool] = []  # the run has its result; what the script does afterwards is not the run's
 
     def emit(event: events.Event) -> None:
         if event.worker is None:
             event = dataclasses.replace(event, worker=0)
+        if isinstance(event, events.RunFinished):
+            over.append(True)
         recorder.handle(event)
         progress.handle(event)
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """The run's own record of what ended the script; Python then prints it as always."""
-        known = error if isinstance(error, UnisonoError) else ScriptFailed(process.describe(error))
-        known.where = known.where or process.user_line(error)
-        emit(events.RunFailed(failure=known.as_dict(), exit_code=known.exit_code))
-        progress.close()
+        if not over:
+            if isinstance(error, KeyboardInterrupt):
+                known: UnisonoError = Interrupted("stopped by Ctrl-C", do="start it again with the same command")
+            else:
+                known = error if isinstance(error, UnisonoError) else ScriptFailed(process.describe(error))
+            known.where = known.where or process.user_line(error)
+            emit(events.RunFailed(failure=known.as_dict(), exit_code=known.exit_code))
+            progress.close()
         usual_hook(kind, error, trace)
 
     usual_hook, sys.excepthook = sys.excepthook, on_uncaught

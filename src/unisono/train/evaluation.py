@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
@@ -32,36 +31,41 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`measure(batch)` gives, for one chunk, a (sum, count) pair per metric; the first metric is the loss."""
+    """`measure(batch, samples)` gives, for one chunk, a (sum, count) pair per metric; the first metric is the loss."""
 
     data: Data
     names: tuple[str, ...]
-    measure: Callable[[Any], list[tuple[float, float]]]
+    measure: Callable[[Any, int], list[tuple[float, float]]]
     chunk: int
     seed: int
 
     @torch.no_grad()
     def run(self, model: nn.Module, comm: Comm) -> dict[str, float]:
-        was_training = model.training
+        """The model is given back as it was: modes of its parts, and buffers, which some modules change even here."""
+        modes = [(module, module.training) for module in model.modules()]
+        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
         model.eval()
         try:
-            rows = {index: self.measure(batch) for index, batch in self._mine(comm)}
+            rows = {index: self.measure(batch, samples) for index, batch, samples in self._mine(comm)}
         finally:
-            model.train(was_training)
+            for module, training in modes:
+                module.training = training
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
         return self._combine(rows, comm)
 
-    def _mine(self, comm: Comm) -> Iterator[tuple[int, Any]]:
+    def _mine(self, comm: Comm) -> Iterator[tuple[int, Any, int]]:
         """This worker's chunks. A map-style set is cut into ranges; of a stream everyone keeps every size-th chunk."""
         loader = open_loader(self.data, self.chunk, 1, self.seed)
         steps = loader.steps_per_epoch
         chosen = range(comm.rank, 1 << 62, comm.size) if steps is None else split(steps, comm.size)[comm.rank]
-        first = 0 if steps is None else chosen.start
-        stop = None if steps is None else len(chosen)
-        for data in islice(loader.epoch(0, first, range(1)), stop):
+        first, last = (0, None) if steps is None else (chosen.start, chosen.stop)
+        for data in loader.epoch(0, first, range(1), last):
             for batch in data.batches:
                 if data.step_in_epoch in chosen:
                     apply(derive(self.seed, "evaluate", data.step_in_epoch))
-                    yield data.step_in_epoch, batch
+                    yield data.step_in_epoch, batch, data.counts[0]
         loader.close()
 
     def _combine(self, rows: dict[int, list[tuple[float, float]]], comm: Comm) -> dict[str, float]:

@@ -156,11 +156,12 @@ def open_job(context: Context, request: Request) -> Job:
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact)
     device = numerics.choose_device(context.spec.device, context.worker, context.workers)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     request.model.to(device)
     _move_optimizer_state(request.optimizer, device)
     loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
     comm = _open_comm(context, device)
-    session = Session(comm, context.emit)
     update = Update(request.model, request.clip, request.l1)
     strategy = STRATEGIES[_strategy_name(request)](
         request.model,
@@ -169,13 +170,21 @@ def open_job(context: Context, request: Request) -> Job:
         update,
         lambda microbatch: seeds.derive(spec.seed, "forward", microbatch.step, microbatch.index),
     )
-    members = tuple(range(context.workers))
-    membership = even(1, members, spec.microbatches, context.meeting_point)
-    session.begin(membership, strategy.configure, "the run starts")
-    length, seen = loader.probe(0)
-    fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
-    job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint)
-    _share_initial_state(job)
+    try:
+        session = Session(comm, context.emit)
+        membership = even(1, tuple(range(context.workers)), spec.microbatches, context.meeting_point)
+        session.begin(membership, strategy.configure, "the run starts")
+        length, seen = loader.probe(0)
+        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
+        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint)
+        _agree_on_the_job(job)
+        job.check_data(0)
+        _share_initial_state(job)
+    except BaseException:
+        loader.close()
+        strategy.close()
+        comm.close()
+        raise
     _announce(job)
     return job
 
@@ -247,34 +256,36 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device
 
 def _agree_on_the_job(job: Job) -> None:
     """Every worker resolved the same job, or an error that names what differs. Before anything depends on it."""
-    settings = [{k: v for k, v in g.items() if k != "params"} for g in job.request.optimizer.param_groups]
-    facts = job.spec.model_dump() | {"optimizer settings": settings}
-    rows = job._gather_numbers([float(digest(json.dumps(value, default=str))) for value in facts.values()])
+    model, optimizer = job.request.model, job.request.optimizer
+    facts = job.spec.model_dump(exclude={"samples", "parameters"})  # each has a better check of its own
+    facts["model"] = [
+        (name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), tensor.requires_grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    ]
+    facts["optimizer settings"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    rows = job._gather_numbers([float(digest(json.dumps(value, default=_by_kind))) for value in facts.values()])
     for rank, row in enumerate(rows):
         for name, theirs, first in zip(facts, row, rows[0], strict=True):
             if theirs != first:
                 raise ReplicasDisagree(
                     f"worker {rank} was set up with another {name} than worker 0",
-                    cause="the script decides it differently on each worker (here: "
-                    f"{name} = {str(facts[name])[:80]} on worker {job.context.worker})",
-                    do="let every worker come to the same settings; nothing in them may depend on the worker",
+                    cause=f"the script decides it differently on each worker; on worker {job.context.worker} it is "
+                    f"{str(facts[name])[:80]}",
+                    do="let every worker come to the same; nothing in it may depend on the worker",
                 )
+
+
+def _by_kind(value: Any) -> str:
+    """For what JSON does not know: tensors by value, anything else by its kind, for its text may hold an address."""
+    return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _share_initial_state(job: Job) -> None:
     """Everyone starts from worker 0's weights; that they were not equal already is worth a word."""
-    _agree_on_the_job(job)
     model = job.request.model
     own = int(hash_state(model.state_dict())[:12], 16)
-    rows = job._gather_numbers([float(own), float(job.spec.parameters)])
-    for rank, (_, parameters) in enumerate(rows):
-        if parameters != rows[0][1]:
-            raise ReplicasDisagree(
-                f"worker {rank}'s model has {parameters:,.0f} parameters, worker 0's has {rows[0][1]:,.0f}",
-                cause="the script builds another model on each worker",
-                do="build the same model everywhere",
-            )
-    if all(row[0] == rows[0][0] for row in rows):
+    rows = job._gather_numbers([float(own)])
+    if all(row == rows[0] for row in rows):
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

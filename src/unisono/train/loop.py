@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from unisono.core import events
+from unisono.core import events, seeds
 from unisono.core.errors import NonFiniteLoss
 from unisono.data.loading import StepData
 from unisono.elastic.session import Attempt
@@ -57,6 +57,8 @@ def train(job: Job, plan: Plan, state: TrainState) -> None:
             if not check_finite(job, plan, reduced, state.step):
                 state.advance(math.nan, sum(data.step.counts), skipped=True)
                 continue
+            # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
+            seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
             update_started = time.perf_counter()
             job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
             job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
@@ -112,7 +114,14 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
 
 
 def _loss_again(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> float:
-    return gradients(job, plan, attempt, data).loss
+    loss = gradients(job, plan, attempt, data).loss
+    if not math.isfinite(loss):
+        raise NonFiniteLoss(
+            f"the loss is {loss} at a further evaluation of step {attempt.step + 1}",
+            cause="the optimizer tried a step that is too long",
+            do="lower its learning rate, or give it a line search",
+        )
+    return loss
 
 
 def check_finite(job: Job, plan: Plan, reduced: Reduced, step: int) -> bool:
@@ -163,6 +172,7 @@ def report_step(job: Job, plan: Plan, state: TrainState, reduced: Reduced, lr: f
 def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:
     started = time.perf_counter()
     metrics = plan.evaluate()
+    seeds.apply(seeds.derive(job.spec.seed, "epoch", state.epoch))
     if metrics:
         state.history.append({"step": state.step, "epoch": state.epoch + 1, **metrics})
         seconds = time.perf_counter() - started
@@ -195,5 +205,6 @@ def to_device(batch: Any, job: Job) -> Any:
     if isinstance(batch, dict):
         return {key: to_device(value, job) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, job) for value in batch)
+        moved = [to_device(value, job) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch

@@ -65,7 +65,8 @@ class Update:
     def __init__(self, model: nn.Module, clip: Clip | None, l1: float) -> None:
         if l1 < 0:
             raise SetupError(f"l1={l1} would reward large weights", do="give l1 as 0 or above")
-        self.model, self.clip, self.l1 = model, clip or Clip(), l1
+        self.model, self.l1 = model, l1
+        self.norm, self.value = (clip.norm, clip.value) if clip else (None, None)
         self.grad_norm: float | None = None
 
     @torch.no_grad()
@@ -75,11 +76,11 @@ class Update:
             for parameter in with_gradient:
                 assert parameter.grad is not None
                 parameter.grad.add_(parameter.sign(), alpha=self.l1)
-        if self.clip.value is not None:
-            nn.utils.clip_grad_value_(with_gradient, self.clip.value)
-        if self.clip.norm is not None:
+        if self.value is not None:
+            nn.utils.clip_grad_value_(with_gradient, self.value)
+        if self.norm is not None:
             # Norms per parameter, then one over them in parameter order: a fixed order on every worker.
-            self.grad_norm = float(nn.utils.clip_grad_norm_(with_gradient, self.clip.norm))
+            self.grad_norm = float(nn.utils.clip_grad_norm_(with_gradient, self.norm))
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:

@@ -21,6 +21,8 @@ class Clip:
     value: float | None = None
 
     def __post_init__(self) -> None:
+        if self.norm is None and self.value is None:
+            raise SetupError("Clip() clips nothing", do="give Clip(norm=1.0) or Clip(value=0.5)")
         for name, limit in (("norm", self.norm), ("value", self.value)):
             if limit is not None and not limit > 0:
                 raise SetupError(f"Clip({name}={limit}) clips everything away", do="give a limit above 0")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from unisono.core import events
+from unisono.core import events, seeds
 from unisono.core.errors import SetupError
 from unisono.data.loading import Data
 from unisono.parallel.strategy import Microbatch, Reduced
@@ -72,12 +72,18 @@ def _take_over(loader: DataLoader[Any]) -> tuple[Data, int]:
             cause="Unisono decides the order of samples, so that it is the same on any number of workers",
             do="use shuffle=True or shuffle=False and no sampler",
         )
+    if loader.worker_init_fn is not None or (loader.generator is not None and loader.num_workers):
+        raise SetupError(
+            "the DataLoader has a worker_init_fn or a generator of its own",
+            cause="Unisono seeds every microbatch itself, so that randomness does not depend on who reads it",
+            do="leave both out",
+        )
     data = Data(
         loader.dataset,
         shuffle=not iterable and isinstance(loader.sampler, RandomSampler),
         drop_last=loader.drop_last,
         loader_processes=loader.num_workers,
-        prefetch=loader.prefetch_factor or 2,
+        prefetch=loader.prefetch_factor,
         collate=loader.collate_fn if loader.collate_fn is not torch.utils.data.default_collate else None,
     )
     return data, loader.batch_size
@@ -216,6 +222,7 @@ class OwnLoop:
         assert self._loaded is not None
         check_finite(self.job, self._plan, reduced, self.state.step)
         lr = current_lr(self.job)
+        seeds.apply(seeds.derive(self.job.spec.seed, "update", self.state.step))
         update_started = time.perf_counter()
         self.job.strategy.step(reduced.loss, _no_closure)
         self.job.update_s = time.perf_counter() - update_started
@@ -227,6 +234,9 @@ class OwnLoop:
     def finish(self, **metrics: float) -> Result:
         """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""
         self._refuse_half_steps()
+        metrics = {name: float(value) for name, value in metrics.items()}
+        if {"step", "epoch"} & set(metrics):
+            raise SetupError("metrics may not be called step or epoch: those names are taken")
         if metrics:
             self.state.history.append({"step": self.state.step, "epoch": self.state.epoch, **metrics})
             self.job.emit(events.Evaluated(step=self.state.step, epoch=self.state.epoch, metrics=metrics, seconds=0.0))

@@ -109,6 +109,9 @@ class Trainer:
             if value not in allowed:
                 hint = suggest(str(value), allowed)
                 raise SetupError(f"{name}={value!r} is not one of {', '.join(allowed)}" + (f"; {hint}" if hint else ""))
+        taken = {"loss", "step", "epoch"} & set(self.metrics)
+        if taken:
+            raise SetupError(f"metrics may not be called {', '.join(sorted(taken))}: those names are taken")
         if self.metrics and (self.eval_data is None or self.objective is not None):
             raise SetupError("metrics need eval_data and a loss of (outputs, targets)")
         known = ("loss", *self.metrics)
@@ -116,6 +119,12 @@ class Trainer:
             raise SetupError(
                 f"early_stop watches {self.early_stop.metric!r}, which no evaluation gives; known: {known}"
             )
+        if self.schedule is None and self.schedule_every == "epoch":
+            raise SetupError('schedule_every="epoch" cannot take effect without a schedule')
+        if self.schedule is not None and getattr(self.schedule, "optimizer", self.optimizer) is not self.optimizer:
+            raise SetupError("the schedule belongs to another optimizer than the one given")
+        if self.on_nonfinite == "skip" and isinstance(self.optimizer, torch.optim.LBFGS):
+            raise SetupError('on_nonfinite="skip" cannot take effect with LBFGS, which moves while it evaluates')
         plateau = isinstance(self.schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
         if plateau and (self.schedule_every == "step" or self.eval_data is None):
             raise SetupError("ReduceLROnPlateau follows evaluations", do='set schedule_every="epoch" and eval_data')
@@ -174,10 +183,10 @@ class Trainer:
             return value
         except UnisonoError:
             raise
-        except Exception as error:
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if "more than 1 value per channel" in str(error):
                 raise _too_small_for_batch_norm(batch) from error
-            if self._fits:
+            if self._fits or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise _does_not_fit(error, batch) from error
 
@@ -196,19 +205,16 @@ class Trainer:
         if self.eval_data is None:
             return dict
         measure = measure_with(self.loss, self.metrics) if self.loss else None
-        count = self._request.count or first_length
+        count = self._request.count
 
-        def weight_of(batch: Any) -> float:
-            return float(count(batch))
-
-        def measure_batch(batch: Any) -> list[tuple[float, float]]:
+        def measure_batch(batch: Any, samples: int) -> list[tuple[float, float]]:
             batch = to_device(batch, job)
+            weight = float(count(batch)) if count else float(samples)
             if measure is None:
                 assert self.objective is not None
-                value = self.objective(self.model, batch).double().mean()
-                return [(float(value) * weight_of(batch), weight_of(batch))]
+                return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
             inputs, targets = split_batch(batch)
-            return measure(self.model(inputs), targets, weight_of(batch))
+            return measure(self.model(inputs), targets, weight)
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)
@@ -237,15 +243,6 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
         f"a batch is {describe(batch)}, not a pair (inputs, targets)",
         do="let the dataset return (input, target), or pass objective=lambda model, batch: ... instead of loss",
     )
-
-
-def first_length(batch: Any) -> int:
-    """The number of samples of a batch of any structure."""
-    if isinstance(batch, dict):
-        return first_length(next(iter(batch.values())))
-    if isinstance(batch, list | tuple):
-        return first_length(batch[0])
-    return len(batch)
 
 
 def describe(batch: Any) -> str:

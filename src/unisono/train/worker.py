@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import dataclasses
 import faulthandler
+import gc
+import io
 import json
 import multiprocessing.process
 import os
@@ -140,6 +142,10 @@ def _leave(code: int) -> None:
     if not code:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        for item in gc.get_objects():  # files that the script left open
+            if issubclass(type(item), io.IOBase):  # isinstance would ask the object, and some print when asked
+                with contextlib.suppress(Exception):
+                    item.flush()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
