@@ -20,7 +20,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = 128
 ERASE = re.compile(r"\x1b\[(2K|\d*A|\?25[lh])|\r")
-LIVE_LINE = re.compile(r"━")
+BAR, STRIP = "━", "█"
 
 
 def record(command: list[str]) -> str:
@@ -44,18 +44,19 @@ def record(command: list[str]) -> str:
 
 
 def frame(recording: str) -> list[str]:
-    """The lines that stay, with one state of the live line per run shown where it was, half way through."""
+    """The lines that stay, and of the live panel, which is redrawn all the time, one state from half way through."""
     lines: list[str] = []
-    live: list[str] = []
-    for raw in recording.split("\n"):
-        line = ERASE.sub("", raw).rstrip()
+    panel: list[list[str]] = []  # its states: a bar with the numbers, and a strip with the shares of time
+    for line in ERASE.sub("\n", recording).split("\n"):
         plain = re.sub(r"\x1b\[[0-9;]*m", "", line)
-        if LIVE_LINE.search(plain) or "waiting for the first step" in plain:
-            live.append(line)
-        elif plain.startswith("done") and live:
-            lines += [live[len(live) // 2], line]
-            live = []
-        elif plain.strip():
+        if BAR in plain:
+            panel.append([line])
+        elif STRIP in plain and panel:
+            panel[-1].append(line)
+        elif plain.startswith("done") and panel:
+            lines += [*panel[len(panel) // 2], line]
+            panel = []
+        elif plain.strip() and "waiting for the first step" not in plain and STRIP not in plain:
             lines.append(line)
     return lines
 
