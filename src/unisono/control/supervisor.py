@@ -37,6 +37,9 @@ from unisono.wire.channel import FD_VARIABLE, LineReader
 GRACE_S = 1.0  # between asking the workers to stop and making them
 SETTLE_S = 0.5  # after the first failure: time for a better explanation to arrive
 _READ_BYTES = 1 << 16
+# glibc gives large blocks back to the kernel when they are freed; every step would then touch its activations and
+# gradients as new pages, one fault per 4 KB. The user's own settings win.
+_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 _LAST_WORDS_BYTES = 4000
 _LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160
 _DRAIN_BYTES = 1 << 22  # of a worker that has ended: more than its pipe can hold, less than a stray child can write
@@ -356,4 +359,4 @@ def _kill_group(worker: _Worker, number: int) -> None:
 def worker_environment(spec: RunSpec) -> dict[str, str]:
     """Threads are fixed by the spec, also for libraries that read them from the environment at load time."""
     fixed = {name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return os.environ | fixed | {"PYTHONUNBUFFERED": "1"}
+    return _KEEP_FREED_MEMORY | os.environ | fixed | {"PYTHONUNBUFFERED": "1"}
