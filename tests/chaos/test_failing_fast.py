@@ -225,6 +225,11 @@ def test_a_machine_that_allows_no_more_files_says_so_and_stops_the_workers_it_ha
     assert "use fewer --workers (now 12)" in finished.output
 
 
+def _sit_down_at_the_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may be running under nohup
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 def start_on_a_terminal(tmp_path: Path) -> tuple[Started, int]:
     """The command with a terminal of 80 columns as its own, and our end of that."""
     ours, theirs = os.openpty()
@@ -236,7 +241,7 @@ def start_on_a_terminal(tmp_path: Path) -> tuple[Started, int]:
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_sit_down_at_the_terminal,
     )
     os.close(theirs)
     return started, ours
