@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
     return kept | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-def run(command: Sequence[Word], timeout_s: float) -> Outcome:
+def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, str] | None = None) -> Outcome:
     """Run to the end, or raise `Failed`. Whatever happens, no process of the command is left afterwards."""
     words = [str(word) for word in command]
     mark = uuid.uuid4().hex
@@ -77,7 +77,7 @@ def run(command: Sequence[Word], timeout_s: float) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment() | {_MARK: mark},
+            env=environment() | (more_environment or {}) | {_MARK: mark},
             start_new_session=True,
         )
         problem = ""

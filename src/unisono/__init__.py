@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unisono import data as data
     from unisono.core.errors import UnisonoError as UnisonoError
     from unisono.data.loading import Data as Data
+    from unisono.train.context import first_worker as first_worker
     from unisono.train.context import set_script_seed as seed
     from unisono.train.evaluation import accuracy as accuracy
     from unisono.train.options import Callback as Callback
@@ -43,6 +44,7 @@ __all__ = [
     "accuracy",
     "attach",
     "data",
+    "first_worker",
     "seed",
 ]
 
@@ -58,6 +60,7 @@ _HOMES = {
     "UnisonoError": "unisono.core.errors",
     "accuracy": "unisono.train.evaluation",
     "attach": "unisono.train.own_loop",
+    "first_worker": "unisono.train.context",
 }
 
 

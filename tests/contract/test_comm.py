@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
-from ranks import KINDS, together
+from ranks import COMM_KINDS, in_threads, network, together
 
-from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm, Message
-from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.errors import PeerLost
-from unisono.core.membership import Membership, even
 
 SIZES = (1, 2, 3, 5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMM_KINDS)
 @pytest.mark.parametrize("size", SIZES)
 class TestComm:
     def test_ranks_sizes_and_generation_follow_the_membership(self, kind: str, size: int) -> None:
@@ -69,7 +65,7 @@ class TestComm:
             assert received == [10.0 * peer + rank for peer in range(size) if peer != rank]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMM_KINDS)
 def test_messages_of_one_tag_arrive_in_the_order_sent_and_tags_do_not_mix(kind: str) -> None:
     def work(comm: Comm) -> list[float]:
         if comm.rank == 0:
@@ -87,7 +83,7 @@ def test_messages_of_one_tag_arrive_in_the_order_sent_and_tags_do_not_mix(kind: 
     assert together(kind, 2, work)[1] == [9.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMM_KINDS)
 def test_a_sent_tensor_may_be_overwritten_after_wait(kind: str) -> None:
     def work(comm: Comm) -> float:
         box = torch.zeros(100_000)
@@ -104,51 +100,49 @@ def test_a_sent_tensor_may_be_overwritten_after_wait(kind: str) -> None:
     assert together(kind, 2, work) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_members_keep_their_worker_ids_when_ranks_change(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", COMM_KINDS)
+def test_members_keep_their_worker_ids_when_ranks_change(kind: str) -> None:
     """Worker 2 alone with worker 5: ranks are positions in the membership, not worker numbers."""
-    hub, seen = Hub(), {}
+    with network(kind) as net:
+        comms = net.comms((5, 2))
+        membership = net.membership(4, (2, 5))
 
-    def run(worker: int) -> None:
-        comm = ThreadComm(hub, worker) if kind == "threads" else ProcessGroupComm(worker, patience_s=20)
-        comm.reconfigure(even(4, (2, 5), 2, str(tmp_path / "meet")))
-        seen[worker] = (
-            comm.rank,
-            comm.size,
-            comm.generation,
-            [row.item() for row in comm.gather(torch.tensor([worker]))],
-        )
-        comm.close()
+        def run(worker: int) -> tuple[object, ...]:
+            comm = comms[worker]
+            comm.reconfigure(membership)
+            rows = comm.gather(torch.tensor([worker]))
+            comm.close()
+            return worker, comm.rank, comm.size, comm.generation, [row.item() for row in rows]
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in (5, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert seen == {2: (0, 2, 4, [2, 5]), 5: (1, 2, 4, [2, 5])}
+        seen = in_threads([partial(run, worker) for worker in comms])
+        assert seen == [(5, 1, 2, 4, [2, 5]), (2, 0, 2, 4, [2, 5])]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_next_generation_works_after_the_one_before_was_left_behind(kind: str, tmp_path: Path) -> None:
-    hub, seen = Hub(), {}
+@pytest.mark.parametrize("kind", COMM_KINDS)
+def test_the_next_generation_works_after_the_one_before_was_left_behind(kind: str) -> None:
+    with network(kind) as net:
+        comms = net.comms(range(3))
+        generations = [net.membership(1, (0, 1, 2)), net.membership(2, (0, 2)), net.membership(3, (2, 1, 0))]
 
-    def run(worker: int) -> None:
-        comm = ThreadComm(hub, worker) if kind == "threads" else ProcessGroupComm(worker, patience_s=20)
-        for generation, members in ((1, (0, 1, 2)), (2, (0, 2))):
-            if worker in members:
-                comm.reconfigure(even(generation, members, 3, str(tmp_path / f"meet-{generation}")))
-                seen[generation, worker] = [row.item() for row in comm.gather(torch.tensor([worker]))]
-        comm.close()
+        def run(worker: int) -> list[list[int]]:
+            seen = []
+            for membership in generations:
+                if worker in membership.members:
+                    comms[worker].reconfigure(membership)
+                    seen.append([row.item() for row in comms[worker].gather(torch.tensor([worker]))])
+            comms[worker].close()
+            return seen
 
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert seen == {(1, 0): [0, 1, 2], (1, 1): [0, 1, 2], (1, 2): [0, 1, 2], (2, 0): [0, 2], (2, 2): [0, 2]}
+        all_three, without_1, in_reverse = [0, 1, 2], [0, 2], [2, 1, 0]
+        member_of_all = [all_three, without_1, in_reverse]
+        assert in_threads([partial(run, w) for w in range(3)]) == [
+            member_of_all,
+            [all_three, in_reverse],
+            member_of_all,
+        ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMM_KINDS)
 def test_a_peer_that_never_answers_is_an_error_and_not_a_hang(kind: str) -> None:
     def work(comm: Comm) -> bool:
         if comm.rank == 0:
@@ -158,14 +152,3 @@ def test_a_peer_that_never_answers_is_an_error_and_not_a_hang(kind: str) -> None
         return False
 
     assert together(kind, 2, work, timeout_s=2) == [True, False]
-
-
-def test_abort_ends_a_wait_between_threads() -> None:
-    hub = Hub()
-    comms = [ThreadComm(hub, rank) for rank in range(2)]
-    for comm in comms:
-        comm.reconfigure(Membership(1, (0, 1), (range(1), range(1, 2))))
-    waiting = comms[0].exchange([], [Message(1, torch.zeros(1))], 1)
-    threading.Timer(0.05, comms[1].abort).start()
-    with pytest.raises(PeerLost, match="aborted"):
-        waiting.wait()

@@ -76,9 +76,10 @@ def test_any_microbatches_workers_and_ranges_give_the_same_bits(data: st.DataObj
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64])
-def test_every_dtype_is_reduced_exactly(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["gloo", "mesh"])
+def test_every_dtype_is_reduced_exactly(dtype: torch.dtype, kind: str) -> None:
     values = [(value.clamp(-100, 100) * 10).to(dtype) for value in leaves(6, 33)]
-    for result in reduce_over("gloo", even(1, (0, 1, 2, 3), 6), values):
+    for result in reduce_over(kind, even(1, (0, 1, 2, 3), 6), values):
         assert result.dtype == dtype
         assert torch.equal(result, on_one_worker(values))
 

@@ -22,7 +22,13 @@ Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def train(
-    name: str, model: nn.Module, workers: int, inputs: Tensor, optimizer: Optimizer, steps: int = 2
+    name: str,
+    model: nn.Module,
+    workers: int,
+    inputs: Tensor,
+    optimizer: Optimizer,
+    steps: int = 2,
+    kind: str = "threads",
 ) -> list[nn.Module]:
     """`steps` steps on every worker's own copy; the loss is the mean square of the output."""
     membership = even(1, tuple(range(workers)), MICROBATCHES)
@@ -44,16 +50,16 @@ def train(
             strategy.close()
         return own
 
-    return together("threads", workers, work, membership=membership)
+    return together(kind, workers, work, membership=membership)
 
 
 def same_on_any_number(name: str, model: nn.Module, inputs: Tensor, optimizer: Optimizer) -> nn.Module:
     (alone,) = train(name, model, 1, inputs, optimizer)
     expected = alone.state_dict()
-    for workers in (2, 3, 4):
-        for ours in train(name, model, workers, inputs, optimizer):
+    for workers, kind in ((2, "threads"), (3, "threads"), (3, "mesh"), (4, "mesh")):
+        for ours in train(name, model, workers, inputs, optimizer, kind=kind):
             for key, value in ours.state_dict().items():
-                assert torch.equal(value, expected[key]), f"{key} with {workers} workers"
+                assert torch.equal(value, expected[key]), f"{key} with {workers} workers over {kind}"
     return alone
 
 

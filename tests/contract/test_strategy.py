@@ -25,6 +25,7 @@ from unisono.parallel.strategy import Microbatch, Strategy
 
 MICROBATCHES = 6
 SEED = 11
+COMMS = ("threads", "mesh")
 
 
 def random_state(microbatch: Microbatch) -> int:
@@ -36,7 +37,9 @@ def batch_of(case: Case, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor
     return tuple(t.to(dtype) if t.is_floating_point() else t for t in (inputs, targets))  # type: ignore[return-value]
 
 
-def by_unisono(name: str, model: nn.Module, case: Case, batch: tuple[Tensor, Tensor], workers: int) -> list[nn.Module]:
+def by_unisono(
+    name: str, model: nn.Module, case: Case, batch: tuple[Tensor, Tensor], workers: int, kind: str = "threads"
+) -> list[nn.Module]:
     """One step of plain SGD with learning rate 0 on each worker's copy: gradients are left in the parameters."""
     membership = even(1, tuple(range(workers)), MICROBATCHES)
     parts = split(len(batch[0]), MICROBATCHES)
@@ -59,7 +62,7 @@ def by_unisono(name: str, model: nn.Module, case: Case, batch: tuple[Tensor, Ten
             p.grad = gradients.get(n)
         return own
 
-    return together("threads", workers, work, membership=membership)
+    return together(kind, workers, work, membership=membership)
 
 
 def loss_of(model: nn.Module, case: Case, batch: tuple[Tensor, Tensor], part: range) -> Callable[[], Tensor]:
@@ -82,9 +85,9 @@ WHOLE_BATCH = [("synchronised", "cnn"), *((name, m) for name in ("allreduce", "n
 
 @pytest.mark.parametrize(("name", "model"), WHOLE_BATCH)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-@pytest.mark.parametrize("count", [12, 17])
+@pytest.mark.parametrize(("count", "kind"), [(12, "threads"), (17, "mesh")])
 def test_the_gradient_is_that_of_plain_pytorch_on_the_whole_batch(
-    name: str, model: str, dtype: torch.dtype, tolerance: float, count: int
+    name: str, model: str, dtype: torch.dtype, tolerance: float, count: int, kind: str
 ) -> None:
     case = CASES[model]()
     torch.manual_seed(0)
@@ -92,7 +95,7 @@ def test_the_gradient_is_that_of_plain_pytorch_on_the_whole_batch(
     plain = case.dropout_free().to(dtype)
     batch = batch_of(case, dtype, count)
     for workers in (1, 2, 3):
-        for ours in by_unisono(name, plain, case, batch, workers):
+        for ours in by_unisono(name, plain, case, batch, workers, kind):
             reference = copy.deepcopy(plain)
             loss = case.loss(reference(batch[0]), batch[1])
             loss.backward()
@@ -141,14 +144,15 @@ def test_with_dropout_and_local_batch_norm_it_is_plain_gradient_accumulation(nam
 
 
 @pytest.mark.parametrize(("name", "model"), [("synchronised", "cnn"), *(("allreduce", m) for m in sorted(CASES))])
-def test_exact_strategies_give_the_same_bits_on_any_number_of_workers(name: str, model: str) -> None:
+@pytest.mark.parametrize("kind", COMMS)
+def test_exact_strategies_give_the_same_bits_on_any_number_of_workers(name: str, model: str, kind: str) -> None:
     case = CASES[model]()
     torch.manual_seed(0)
     assert case.dropout_free is not None
     plain, batch = case.dropout_free(), batch_of(case, torch.float32, 17)
     (alone,) = by_unisono(name, plain, case, batch, 1)
     for workers in (2, 3, 4, 5, 6):
-        for ours in by_unisono(name, plain, case, batch, workers):
+        for ours in by_unisono(name, plain, case, batch, workers, kind):
             for mine, other in zip(ours.parameters(), alone.parameters(), strict=True):
                 assert torch.equal(mine.grad, other.grad)
             for mine, other in zip(ours.buffers(), alone.buffers(), strict=True):
@@ -168,8 +172,9 @@ class Branching(nn.Module):
 
 @pytest.mark.parametrize("name", ["allreduce", "native"])
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("kind", COMMS)
 def test_parameters_without_a_gradient_in_some_microbatches_count_as_zeros_and_are_named(
-    name: str, workers: int
+    name: str, workers: int, kind: str
 ) -> None:
     torch.manual_seed(0)
     plain = Branching().double()
@@ -192,7 +197,7 @@ def test_parameters_without_a_gradient_in_some_microbatches_count_as_zeros_and_a
 
     loss = torch.stack([plain(inputs[2 * i : 2 * i + 2]).square().mean() for i in range(6)]).mean()
     loss.backward()
-    for silent, gradients in together("threads", workers, work, membership=membership):
+    for silent, gradients in together(kind, workers, work, membership=membership):
         assert set(silent) == {"left.weight", "left.bias", "right.weight", "right.bias"}
         for mine, other in zip(gradients, plain.parameters(), strict=True):
             if other.grad is None:

@@ -177,8 +177,8 @@ class Started:
                 self.process.wait(_DUMP_S)
 
     def end(self) -> None:
-        """Kill whatever is left of it."""
-        for process in (*descendants(self.pid), self.process):
+        """Kill whatever is left of it, the command first: it would replace workers that die."""
+        for process in (self.process, *descendants(self.pid)):
             with contextlib.suppress(psutil.Error, ProcessLookupError):
                 process.kill()
         self.process.wait(10)

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.core.events import Event, Notice, StepSkipped, encode
+from unisono.core.events import KINDS, Event, Notice, StepSkipped, encode
+from unisono.wire import messages
 from unisono.wire.channel import FD_VARIABLE, Channel, LineReader
 
 texts = st.text('a"\\\n\r\u2028é🎵{}', max_size=12)
@@ -32,6 +33,10 @@ def line(event: Event) -> bytes:
     return encode(event).encode() + b"\n"
 
 
+def told(message: messages.Message) -> bytes:
+    return messages.encode(message).encode() + b"\n"
+
+
 @given(some_events, st.data())
 def test_events_arrive_whole_and_in_order_however_the_bytes_are_cut(sent: list[Event], data: st.DataObject) -> None:
     stream = b"".join(map(line, sent))
@@ -41,6 +46,47 @@ def test_events_arrive_whole_and_in_order_however_the_bytes_are_cut(sent: list[E
     for first, last in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         received += reader.feed(stream[first:last])
     assert received == sent
+
+
+def test_events_and_messages_share_the_line_and_are_told_apart() -> None:
+    event, message = Notice(code="a", text="b"), messages.Formed(worker=3, generation=7)
+    spoken = [event, message, event, message]
+    stream = b"".join(line(item) if isinstance(item, Event) else told(item) for item in spoken)
+    assert LineReader().feed(stream) == spoken
+    assert not set(messages.KINDS) & set(KINDS), "a line must not be both"
+
+
+ECHO = """
+import signal, sys
+from unisono.wire.channel import Channel
+channel = Channel(int(sys.argv[1]))
+channel.listen(channel.tell)
+signal.pause()
+"""
+
+
+@pytest.mark.timeout(30)
+def test_messages_come_down_whole_and_in_order_however_the_bytes_are_cut() -> None:
+    spoken = [
+        messages.Stop(worker=0, because="ü" * 9),
+        messages.Depart(worker=0, because="\n"),
+        messages.Proceed(worker=1, number=2),
+    ]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        echo = subprocess.Popen(
+            [sys.executable, "-c", ECHO, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    reader, heard = LineReader(), list[object]()
+    with ours:
+        for byte in b"".join(map(told, spoken)):
+            ours.sendall(bytes([byte]))
+        while len(heard) < len(spoken):
+            data = ours.recv(4096)
+            assert data, "it ended before it said everything"
+            heard += reader.feed(data)
+    assert echo.wait(timeout=20) == -signal.SIGKILL
+    assert heard == spoken
 
 
 def test_an_event_is_given_once_and_only_when_its_line_has_ended() -> None:
@@ -99,7 +145,7 @@ channel.send(Notice(code="child", text=str(child)))
 @pytest.mark.parametrize(
     "then",
     [
-        pytest.param("channel.leave_with_supervisor()\nsignal.pause()", id="while it computes"),
+        pytest.param("channel.listen(print)\nsignal.pause()", id="while it computes"),
         pytest.param("while True:\n    channel.send(Notice(code='a', text='b'))", id="while it speaks"),
     ],
 )

@@ -34,6 +34,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {  # by the annotation of a field
     "dict[str, float]": st.dictionaries(texts, numbers, max_size=3),
     "dict[str, dict[str, float]]": st.dictionaries(texts, st.dictionaries(texts, numbers, max_size=3), max_size=3),
     "dict[str, Any]": st.dictionaries(texts, plain, max_size=3),
+    "dict[str, Any] | None": st.none() | st.dictionaries(texts, plain, max_size=3),
 }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from unisono.core import events
 from unisono.core.errors import DiskFull, RunDirectoryError, UsageError
-from unisono.core.events import Configured, Notice, RunFinished
+from unisono.core.events import Configured, Evaluated, Notice, RunFinished, StepFinished, StepSkipped
 from unisono.core.run_dir import Recorder, RunDir, create, find, write_atomically
 from unisono.core.spec import RunSpec
 
@@ -139,6 +140,35 @@ def test_a_recorder_keeps_spec_events_result_and_logs(tmp_path: Path) -> None:
     assert keeper.failure() is None
 
 
+def step(number: int) -> StepFinished:
+    return StepFinished(step=number, epoch=1, loss=0.5, samples=8 * number, lr=0.1, seconds=0.1, timings={})
+
+
+def test_what_is_told_again_after_a_change_of_membership_is_written_once(tmp_path: Path) -> None:
+    keeper = recorder(tmp_path / "run")
+    keeper.start()
+    evaluated = Evaluated(step=3, epoch=1, metrics={"loss": 0.5}, seconds=0.1)
+    skipped = StepSkipped(step=2, because="the loss is nan")
+    new = [step(1), skipped, step(3), evaluated, step(4), RunFinished(result={"steps": 4})]
+    told = [step(1), step(1), skipped, skipped, step(1), step(3), skipped, evaluated, evaluated, step(4), step(3),
+            RunFinished(result={"steps": 4}), RunFinished(result={"steps": 4, "workers": 1})]  # fmt: skip
+    written = [event for event in told if keeper.handle(event)]
+    keeper.close()
+    assert [dataclasses.replace(event, time_s=0.0) for event in written] == [
+        dataclasses.replace(event, time_s=0.0) for event in new
+    ]
+    assert list(events.read(keeper.run_dir.events)) == written
+    assert json.loads(keeper.run_dir.result.read_text()) == {"steps": 4}
+
+
+def test_notices_and_changes_of_membership_may_repeat_themselves(tmp_path: Path) -> None:
+    keeper = recorder(tmp_path / "run")
+    keeper.start()
+    assert all(keeper.handle(notice("hello")) for _ in range(3))
+    keeper.close()
+    assert len(list(events.read(keeper.run_dir.events))) == 3
+
+
 def test_a_full_disk_is_counted_and_told_and_stops_nothing(tmp_path: Path) -> None:
     keeper = recorder(tmp_path / "run")
     keeper.run_dir.events.symlink_to("/dev/full")
@@ -204,5 +234,6 @@ def test_a_full_disk_is_noticed_before_anything_is_started(tmp_path: Path) -> No
 
 def test_paths_of_a_run_are_where_the_documentation_says() -> None:
     run_dir = RunDir(Path("runs/x"))
-    names = [run_dir.spec.name, run_dir.events.name, run_dir.result.name, run_dir.weights.name, run_dir.logs.name]
-    assert names == ["spec.json", "events.jsonl", "result.json", "final.safetensors", "logs"]
+    paths = [run_dir.spec, run_dir.events, run_dir.result, run_dir.weights, run_dir.control, run_dir.logs]
+    names = ["spec.json", "events.jsonl", "result.json", "final.safetensors", "control.json", "logs"]
+    assert [path.name for path in paths] == names

@@ -103,7 +103,7 @@ def test_every_worker_gets_a_microbatch_and_every_microbatch_a_sample(
 
 
 @pytest.mark.parametrize(
-    ("key", "hint"), [("wokers", "did you mean 'workers'?"), ("thread", "did you mean 'threads'?"), ("banana", "")]
+    ("key", "hint"), [("wokers", "did you mean 'workers'?"), ("thread", "did you mean 'threads'?"), ("xyzzy", "")]
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, hint: str) -> None:
     with pytest.raises(UnknownKey) as caught:
@@ -127,6 +127,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, hint: st
         ("name", "a b"),
         ("name", "n" * 65),
         ("args", "--lr"),
+        ("max_restarts", -1),
+        ("rejoin_within", -0.5),
+        ("hang_after", 0),
+        ("grace", 0),
+        ("verify_every", -1),
+        ("balance", "sometimes"),
+        ("local", 0),
         ("workers", 2.5),
         ("workers", {"min": 8, "max": 2}),
     ],
@@ -150,6 +157,15 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "threads": 1,
         "seed": None,
         "device": "auto",
+        "max_restarts": 10,
+        "rejoin_within": 300.0,
+        "hang_after": 60.0,
+        "grace": 30.0,
+        "verify_every": 100,
+        "balance": True,
+        "faults": "",
+        "listen": "",
+        "local": None,
     }
 
 

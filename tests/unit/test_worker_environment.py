@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.control.supervisor import worker_environment
+from unisono.control.local_workers import worker_environment
 from unisono.core.spec import RunSpec
 
 

@@ -95,6 +95,27 @@ def run(
     name: Annotated[str | None, typer.Option(help="Name of the run (default: script and time).")] = None,
     run_dir: Annotated[str | None, typer.Option(help="Directory of the run (default: runs/NAME).")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_restarts: Annotated[int | None, typer.Option(help="Workers that may be replaced (default 10).")] = None,
+    rejoin_within: Annotated[
+        float | None, typer.Option(help="Seconds to wait for workers when fewer than MIN are left (default 300).")
+    ] = None,
+    hang_after: Annotated[
+        float | None, typer.Option(help="Seconds after which a worker that others wait for has hung (default 60).")
+    ] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to leave in after SIGTERM (default 30).")] = None,
+    verify_every: Annotated[
+        int | None, typer.Option(help="Steps between comparisons of the workers' weights (default 100, 0: never).")
+    ] = None,
+    balance: Annotated[
+        bool | None, typer.Option("--balance/--no-balance", help="Give slow workers fewer microbatches (default).")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="Let other machines join: IP, IP:PORT or auto.", metavar="ADDRESS")
+    ] = None,
+    local: Annotated[
+        int | None, typer.Option(help="Workers on this machine (default: MAX, with --listen MIN).")
+    ] = None,
+    faults: Annotated[str | None, typer.Option(help="A plan of faults to rehearse (TOML).", metavar="FILE")] = None,
     spec: Annotated[Path | None, typer.Option(help="Read these settings from a TOML or JSON file first.")] = None,
 ) -> None:
     """Run SCRIPT on several workers.
@@ -106,7 +127,9 @@ def run(
 
     asked = {
         "script": script, "args": args, "workers": workers, "microbatches": microbatches, "threads": threads,
-        "seed": seed, "name": name, "run_dir": run_dir, "device": device,
+        "seed": seed, "name": name, "run_dir": run_dir, "device": device, "max_restarts": max_restarts,
+        "rejoin_within": rejoin_within, "hang_after": hang_after, "grace": grace, "verify_every": verify_every,
+        "balance": balance, "listen": listen, "local": local, "faults": faults,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}
@@ -139,3 +162,83 @@ def show(run: Annotated[str, typer.Argument(help="A run's directory, or its name
     from unisono.cli.show import show_run
 
     show_run(run)
+
+
+@app.command()
+def ps(all_runs: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended.")] = False) -> None:
+    """List the runs under runs/ that are running now."""
+    from unisono.cli.ps import show_runs
+
+    show_runs(all_runs)
+
+
+@app.command()
+def logs(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under runs/.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    worker: Annotated[int | None, typer.Option(help="Only this worker.", metavar="N")] = None,
+) -> None:
+    """Print what the workers of a run have printed."""
+    from unisono.cli.logs import show_logs
+
+    show_logs(run, follow, worker)
+
+
+@app.command()
+def scale(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under runs/.")],
+    workers: Annotated[int, typer.Argument(help="How many workers it should have.", metavar="N")],
+) -> None:
+    """Give a running run more or fewer workers. The result does not change by a bit."""
+    from unisono.cli.command import order
+
+    order(run, "scale", workers)
+
+
+@app.command()
+def stop(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under runs/.")],
+    now: Annotated[bool, typer.Option("--now", help="At once, without finishing the step.")] = False,
+) -> None:
+    """End a running run: after the step in hand, with its weights and result saved."""
+    from unisono.cli.command import order, stop_now
+
+    if now:
+        stop_now(run)
+    else:
+        order(run, "stop")
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(help="HOST:PORT that unisono run --listen printed.")],
+    secret: Annotated[str, typer.Option(help="The join secret that it printed.", envvar="UNISONO_JOIN_SECRET")] = "",
+    workers: Annotated[
+        int | None, typer.Option(help="How many (default: what fits here and the run wants).", metavar="N")
+    ] = None,
+    own_address: Annotated[
+        str | None, typer.Option("--address", help="The IP at which the others reach this machine.", metavar="IP")
+    ] = None,
+    script: Annotated[str | None, typer.Option(help="Where the run's script is on this machine.")] = None,
+) -> None:
+    """Add this machine's workers to a run that listens on another one."""
+    from unisono.control.agent import join_run
+
+    raise SystemExit(join_run(address, secret, workers, own_address or "", script or ""))
+
+
+@app.command()
+def doctor(
+    address: Annotated[
+        str | None, typer.Argument(help="HOST:PORT of a run on another host, to try the way to it.", show_default=False)
+    ] = None,
+    secret: Annotated[str, typer.Option(help="Its join secret, to compare both sides.")] = "",
+    workers: Annotated[int | None, typer.Option(help="How many you mean to start here.", metavar="N")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads per worker.")] = 1,
+) -> None:
+    """Check this machine, and with ADDRESS the way to a run on another host. Exit code 1 when something is bad."""
+    from unisono.cli.doctor import doctor as examine
+    from unisono.control.agent import handshake
+
+    ask = (lambda place: handshake(place, secret)) if secret else None
+    raise SystemExit(examine(address, handshake=ask, workers=workers, threads=threads))

@@ -6,13 +6,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.weights import hash_file
-from unisono.control.summary import summarise
+from unisono.control.story import formatted, shortened, write_story
+from unisono.control.strips import STYLES, compact_history
+from unisono.control.summary import Summary, summarise
+from unisono.control.timeline import write_timeline
 from unisono.core.errors import UsageError
 from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.progress import PARTS, duration, format_metrics
 from unisono.core.run_dir import RunDir, find, read_result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDEST = 120  # characters of the timeline in the terminal
+_MOST_WORKERS = 16  # rows of the table of times
 
 
 def weights_hash(path: Path) -> str:
@@ -60,6 +70,7 @@ def _differences(first: Path, other: Path) -> list[str]:
 
 
 def show_run(name: str) -> None:
+    """The rows of the summary, where the time went, and what happened to the workers, if anything did."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -74,15 +85,53 @@ def show_run(name: str) -> None:
     console.print(table)
     if summary.timings:
         console.print()
-        workers = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
-        for heading in ("worker", "microbatches", *PARTS):
-            workers.add_column(heading, justify="right")
-        for worker, row in sorted(summary.timings.items(), key=lambda item: int(item[0])):
-            whole = sum(row.values()) or 1.0
-            cells = [f"{duration(row[part])} ({row[part] / whole:.0%})" for part in PARTS]
-            workers.add_row(worker, summary.ranges.get(worker, ""), *cells)
-        console.print(workers)
+        console.print(_where_the_time_went(summary))
     for entry in summary.evaluations[-5:]:
         console.print(
             f"epoch {entry.epoch}  step {entry.step}  {format_metrics(entry.metrics)}", highlight=False, markup=False
         )
+    if summary.history.is_eventful:
+        _print_what_happened(console, summary, run_dir)
+
+
+def _where_the_time_went(summary: Summary) -> Any:
+    """A row per worker; of many, only those that are still there."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for heading in ("worker", "microbatches", *PARTS):
+        table.add_column(heading, justify="right")
+    everyone = sorted(summary.timings, key=lambda worker: (len(worker), worker))
+    present = [worker for worker in everyone if worker in summary.ranges]
+    chosen = present if present and len(everyone) > _MOST_WORKERS else everyone
+    for worker in chosen:
+        row = summary.timings[worker]
+        whole = sum(row.values()) or 1.0
+        cells = [f"{duration(row[part])} ({row[part] / whole:.0%})" for part in PARTS]
+        table.add_row(worker, summary.ranges.get(worker, ""), *cells)
+    if len(chosen) < len(everyone):
+        table.caption, table.caption_justify = f"and {len(everyone) - len(chosen)} that are gone", "left"
+    return table
+
+
+def _print_what_happened(console: Console, summary: Summary, run_dir: RunDir) -> None:
+    """The timeline and the story; both whole in the run's directory, where that can be written."""
+    from rich.text import Text
+
+    console.print()
+    if console.encoding.lower().startswith("utf"):
+        for line in compact_history(summary.history, min(console.width, _WIDEST)):
+            text = Text(line, no_wrap=True)
+            for sign, style in STYLES.items():
+                text.highlight_regex(f"{sign}+", style)
+            console.print(text)
+        console.print()
+    for line in shortened(formatted(summary.story.lines)):
+        console.print(line, highlight=False, markup=False, emoji=False)
+    console.print()
+    try:
+        written = [write_timeline(run_dir, summary.history), write_story(run_dir, summary.story.lines)]
+        for label, path in zip(("timeline", "story"), written, strict=True):
+            console.print(f"{label:<9} {path}", highlight=False, markup=False)
+    except OSError as error:  # somebody else's run, or a full disk
+        console.print(f"timeline  not written: {error.strerror}", highlight=False, markup=False)

@@ -53,12 +53,14 @@ class ProcessGroupComm:
         self.patience = datetime.timedelta(seconds=patience_s)
         self.rank, self.size, self.generation = 0, 1, 0
         self._group: Any = None
+        self._before = 0  # generations below this are over
 
     def reconfigure(self, membership: Membership) -> None:
         self.close()
         self.rank = membership.rank_of(self.worker)
         self.size = len(membership.members)
         self.generation = membership.generation
+        self._raise_if_over()
         if self.size == 1:
             return
         files = _c10d.FileStore(membership.meeting_point, self.size)
@@ -72,10 +74,12 @@ class ProcessGroupComm:
                 self._group = _gloo(store, self.rank, self.size, self.patience)
         except RuntimeError as error:
             raise _lost(-1, error) from None
+        self._raise_if_over()  # abort() may have come before there was a group to drop
         # Formed means formed for all: one who leaves again at once must not break the others' connecting.
         self.gather(torch.zeros(1))
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        self._raise_if_over()
         group, nccl = self._group, self.backend == "nccl"
         works: list[tuple[Any, Tensor, int]] = []
         try:
@@ -118,6 +122,7 @@ class ProcessGroupComm:
     def reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         if self.size == 1:
             return DONE
+        self._raise_if_over()
         own = self._within_reach(tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # type: ignore[assignment]
@@ -137,9 +142,19 @@ class ProcessGroupComm:
             tensor = tensor.cuda()
         return tensor.contiguous()
 
-    def abort(self) -> None:
-        if self._group is not None:
-            self._group.abort()
+    def abort(self, before: int) -> None:
+        """The best there is: NCCL gives up, and so does the next call, but a gloo wait under way goes on.
+
+        It ends when its connection breaks or its patience does. Nor can gloo's forming of a group be interrupted.
+        """
+        self._before = max(self._before, before)
+        group = self._group
+        if group is not None and self.generation < before:
+            group.abort()
+
+    def _raise_if_over(self) -> None:
+        if self.generation < self._before:
+            raise PeerLost(f"generation {self.generation} was aborted", cause="its members change, or the run ends")
 
     def close(self) -> None:
         if self._group is not None and self.backend == "nccl":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `Comm` seam: tensors between the workers of one generation. Two implementations, one contract suite.
+"""The `Comm` seam: tensors between the workers of one generation. Several implementations, one contract suite.
 
 A Comm knows ranks and tensors, not steps and gradients. Whoever waits in it may be interrupted by `abort` (from
 another thread) or by a lost peer, and then sees `PeerLost`. `reconfigure` forms the next generation.
@@ -57,8 +57,11 @@ class Comm(Protocol):
     def reduce(self, tensor: Tensor, op: Op = "sum") -> Pending:
         """Combine in place over all ranks, in whatever order the backend likes: fast, and not exact."""
 
-    def abort(self) -> None:
-        """Make every wait, now and later in this generation, end with `PeerLost`."""
+    def abort(self, before: int) -> None:
+        """Generations before this number are over: every wait in one, now or later, ends with `PeerLost`.
+
+        Called from another thread. Also ends a `reconfigure` for such a generation.
+        """
 
     def close(self) -> None:
         """Give back every resource. Idempotent."""

@@ -28,37 +28,42 @@ class Hub:
     patience_s: float = 60.0
     lock: threading.Condition = field(default_factory=threading.Condition)
     boxes: dict[tuple[int, int, int, int], deque[Tensor]] = field(default_factory=lambda: defaultdict(deque))
-    aborted: set[int] = field(default_factory=set)  # generations
+    before: int = 0  # generations below this are over for everybody
 
     def put(self, key: tuple[int, int, int, int], tensor: Tensor) -> None:
         with self.lock:
             self.boxes[key].append(tensor)
             self.lock.notify_all()
 
-    def take(self, key: tuple[int, int, int, int]) -> Tensor:
+    def take(self, key: tuple[int, int, int, int], comm: ThreadComm) -> Tensor:
         generation, sender = key[:2]
         with self.lock:
-            arrived = self.lock.wait_for(lambda: self.boxes[key] or generation in self.aborted, self.patience_s)
-            if generation in self.aborted:
-                raise PeerLost(f"generation {generation} was aborted while waiting for rank {sender}")
+            arrived = self.lock.wait_for(lambda: self.boxes[key] or comm.over(generation), self.patience_s)
+            if comm.over(generation):
+                raise _given_up(generation)
             if not arrived:
                 raise PeerLost(f"rank {sender} sent nothing for {self.patience_s:g} s")
             return self.boxes[key].popleft()
 
-    def abort(self, generation: int) -> None:
+    def abort(self, before: int) -> None:
+        """For everybody on the hub, as if each had been told."""
         with self.lock:
-            self.aborted.add(generation)
+            self.before = max(self.before, before)
             self.lock.notify_all()
+
+
+def _given_up(generation: int) -> PeerLost:
+    return PeerLost(f"generation {generation} was aborted", cause="its members change, or the run ends")
 
 
 @dataclass
 class _Receiving:
-    hub: Hub
+    comm: ThreadComm
     waiting: list[tuple[tuple[int, int, int, int], Tensor]]
 
     def wait(self) -> None:
         for key, target in self.waiting:
-            target.copy_(self.hub.take(key))
+            target.copy_(self.comm.hub.take(key, self.comm))
         self.waiting = []
 
 
@@ -66,18 +71,26 @@ class ThreadComm:
     def __init__(self, hub: Hub, worker: int) -> None:
         self.hub, self.worker = hub, worker
         self.rank, self.size, self.generation = 0, 1, 0
+        self._before = 0
+
+    def over(self, generation: int) -> bool:
+        return generation < max(self._before, self.hub.before)
 
     def reconfigure(self, membership: Membership) -> None:
+        if self.over(membership.generation):
+            raise _given_up(membership.generation)
         self.rank = membership.rank_of(self.worker)
         self.size = len(membership.members)
         self.generation = membership.generation
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
+        if self.over(self.generation):
+            raise _given_up(self.generation)
         for message in sends:
             self.hub.put((self.generation, self.rank, message.peer, tag), message.tensor.clone())
         if not receives:
             return DONE
-        return _Receiving(self.hub, [((self.generation, m.peer, self.rank, tag), m.tensor) for m in receives])
+        return _Receiving(self, [((self.generation, m.peer, self.rank, tag), m.tensor) for m in receives])
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         result = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -95,8 +108,10 @@ class ThreadComm:
         tensor.copy_(stacked.sum(0) if op == "sum" else stacked.amax(0))
         return DONE
 
-    def abort(self) -> None:
-        self.hub.abort(self.generation)
+    def abort(self, before: int) -> None:
+        with self.hub.lock:
+            self._before = max(self._before, before)
+            self.hub.lock.notify_all()
 
     def close(self) -> None:
         return None

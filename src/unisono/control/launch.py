@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from unisono.control.listening import choose_address
 from unisono.control.supervisor import Supervisor
 from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
+from unisono.core.faults import read_plan
 from unisono.core.progress import Progress
 from unisono.core.run_dir import create
-from unisono.core.spec import build_run_spec, from_environment, resolve_microbatches
+from unisono.core.spec import RunSpec, build_run_spec, from_environment, resolve_microbatches
 
 
 def launch(values: dict[str, Any], source: str) -> int:
@@ -22,8 +24,26 @@ def launch(values: dict[str, Any], source: str) -> int:
     _check_script(spec.script)
     if spec.microbatches is not None:
         resolve_microbatches(spec.microbatches, spec.workers.max, batch_size=spec.microbatches)
+    _check_workers(spec)
+    if spec.listen:
+        choose_address(spec.listen)  # before there is a directory that the next try would find taken
+    faults = read_plan(Path(spec.faults)).as_toml() if spec.faults else ""
     spec, run_dir = create(spec, time.time())
-    return Supervisor(spec, run_dir, Progress(run_dir)).run()
+    return Supervisor(spec, run_dir, Progress(run_dir), faults).run()
+
+
+def _check_workers(spec: RunSpec) -> None:
+    """Options that cannot take effect are errors."""
+    low, high = spec.workers.min, spec.workers.max
+    if spec.local is not None and spec.local > high:
+        raise UsageError(
+            f"--local {spec.local} is more than the run may have", do=f"raise --workers (now {low}:{high}), or lower it"
+        )
+    if not spec.listen and spec.local is not None and spec.local < low:
+        raise UsageError(
+            f"--local {spec.local} is less than the minimum of {low}, and nobody can join",
+            do="add --listen so that other machines can bring the rest, or leave --local out",
+        )
 
 
 def _check_script(script: str) -> None:

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The story of a run, read from its directory: finished, failed or still going. Pure reading; prints nothing."""
+"""A run in a few rows, read from its directory: finished, failed or still going. Pure reading; prints nothing.
+
+One pass over the events also gathers the story and the history of the workers, which ``unisono show`` prints when
+anything happened to them. Events that are damaged or of another version are passed over.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.control.history import History
+from unisono.control.story import Story
 from unisono.core import events
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, duration, format_metrics
@@ -28,14 +34,17 @@ class Summary:
     result: dict[str, Any] | None = None
     failure: dict[str, Any] | None = None
     timings: dict[str, dict[str, float]] = field(default_factory=dict)  # worker: part: seconds
-    ranges: dict[str, str] = field(default_factory=dict)
+    ranges: dict[str, str] = field(default_factory=dict)  # of the current members
+    generation: int = 0
     evaluations: list[events.Evaluated] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    history: History = field(default_factory=History)
+    story: Story = field(default_factory=Story)
 
     @property
     def state(self) -> str:
         if self.failure is not None:
-            return f"failed: {self.failure['code']} {self.failure['what']}"
+            return f"failed: {self.failure.get('code', '')} {self.failure.get('what', '')}"
         if self.result is not None:
             return "finished"
         if _is_alive(self.pid):
@@ -52,6 +61,7 @@ class Summary:
             ("state", self.state),
             ("script", self.script),
             ("workers", str(self.workers)),
+            ("members", f"{', '.join(self.ranges)} (generation {self.generation})" if self.generation > 1 else ""),
             ("microbatches", str(self.job.get("microbatches", ""))),
             ("batch", str(self.job.get("batch_size", ""))),
             ("steps", f"{step:,}{of}"),
@@ -79,6 +89,9 @@ def summarise(run_dir: RunDir) -> Summary:
     for event in events.read(run_dir.events):
         summary.last_s = event.time_s
         _take(summary, event)
+        summary.history.take(event)
+        summary.story.take(event)
+    summary.history.finish()
     try:
         summary.result = read_result(run_dir) or summary.result
     except UsageError as error:
@@ -99,9 +112,10 @@ def _take(summary: Summary, event: events.Event) -> None:
     elif isinstance(event, events.Configured):
         summary.job, summary.steps_total = event.job, event.steps_total
     elif isinstance(event, events.MembershipChanged):
+        summary.generation = event.generation
         summary.ranges = {
             str(worker): f"{first}..{last - 1}" if last - first > 1 else str(first)
-            for worker, (first, last) in zip(event.members, event.ranges, strict=True)
+            for worker, (first, last) in zip(event.members, event.ranges, strict=False)
         }
     elif isinstance(event, events.Evaluated):
         summary.evaluations.append(event)

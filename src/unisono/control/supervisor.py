@@ -1,81 +1,79 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor: what ``unisono run`` is. It starts local workers, reads their events, and ends them all together.
+"""The supervisor: what ``unisono run`` is. It owns the run: its directory, its coordinator, its local workers, its end.
 
-One thread, one selector: each worker's event channel, its output, its exit, and our own signals. The first failure by
-time is the one that is shown; workers that we stop afterwards are not blamed. Torch-free.
+One thread, one selector: workers, the coordinator's exit and messages, our own signals. Who takes part is the
+coordinator's business; what the run came to, and whose fault it was if it failed, is decided here. Torch-free.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import Any
 
 from unisono.control.blame import Death, first_failure
-from unisono.control.guard import RUN_VARIABLE, Guard, end_strays
+from unisono.control.coordination import CoordinatorProcess
+from unisono.control.guard import Guard, end_strays
+from unisono.control.host import Host
+from unisono.control.link import Door, Link, take_leave
+from unisono.control.listening import Listening
+from unisono.control.local_workers import LocalWorkers, Site, Worker
+from unisono.control.timeline import write_timeline
 from unisono.core import events, process
-from unisono.core.errors import Interrupted, NothingTrained, RunDirectoryError, UnisonoError, WorkerLost
+from unisono.core.errors import (
+    EXIT_CODES,
+    Interrupted,
+    NothingTrained,
+    Preempted,
+    RunDirectoryError,
+    UnisonoError,
+    WorkerLost,
+    from_dict,
+)
 from unisono.core.progress import Progress
-from unisono.core.run_dir import Recorder, RunDir
+from unisono.core.run_dir import Recorder, RunDir, write_atomically
 from unisono.core.spec import RunSpec
-from unisono.wire.channel import FD_VARIABLE, LineReader
+from unisono.wire import messages as m
 
-GRACE_S = 1.0  # between asking the workers to stop and making them
 SETTLE_S = 0.5  # after the first failure: time for a better explanation to arrive
 _READ_BYTES = 1 << 16
-# glibc gives large blocks back to the kernel when they are freed; every step would then touch its activations and
-# gradients as new pages, one fault per 4 KB. The user's own settings win.
-_KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
-_LAST_WORDS_BYTES = 4000
-_LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160
-_DRAIN_BYTES = 1 << 22  # of a worker that has ended: more than its pipe can hold, less than a stray child can write
-
-
-@dataclass
-class _Worker:
-    number: int
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    output: IO[bytes]
-    exit_fd: int
-    lines: LineReader = field(default_factory=LineReader)
-    last_output: bytes = b""
-    exited: bool = False
-
-    def __post_init__(self) -> None:
-        self.open: list[Any] = [self.channel, self.output]
+_PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Supervisor:
-    def __init__(self, spec: RunSpec, run_dir: RunDir, progress: Progress) -> None:
-        self.spec, self.run_dir, self.progress = spec, run_dir, progress
+    def __init__(self, spec: RunSpec, run_dir: RunDir, progress: Progress, faults: str = "") -> None:
+        self.spec, self.run_dir, self.progress, self.faults = spec, run_dir, progress, faults
         self.recorder = Recorder(run_dir, spec)
         self.token = uuid.uuid4().hex
-        self.host = socket.gethostname()
-        self.workers: list[_Worker] = []
+        self.id = uuid.uuid4().hex[:12]
+        self.name = socket.gethostname()
+        self.local = spec.local or (spec.workers.min if spec.listen else spec.workers.max)
         self.selector = selectors.DefaultSelector()
         self.failures: list[events.WorkerFailed] = []
         self.deaths: list[Death] = []
+        self.end: m.End | None = None
         self.not_started: UnisonoError | None = None
         self.result: dict[str, Any] | None = None
         self.stopping_since_s: float | None = None
         self.first_trouble_s: float | None = None
         self.interrupted_by = 0
         self.interrupted_s = 0.0
+        self.preempted_by = 0
+        self.preempted_s = 0.0
+        self._preempt_told = False
+        self._relayed: dict[str, int] = {}  # host: number of the last event that we have of it
 
     def run(self) -> int:
         """Run to the end and return the exit code."""
@@ -85,27 +83,29 @@ class Supervisor:
             guard = Guard(self.token, scratch)
             code = Interrupted.exit_code
             try:
-                self._start_all(guard, scratch)
-                while any(not worker.exited for worker in self.workers):
+                self._set_up(scratch, guard)
+                while not self._is_over():
                     self._turn()
                 code = self._conclude()
             finally:
-                self._end_everything(everyone=code != 0)
+                self._end_everything(code)
                 shutil.rmtree(scratch, ignore_errors=True)
                 guard.dismiss()
             return code
 
+    # --- the beginning
+
     @contextlib.contextmanager
     def _hearing_signals(self) -> Iterator[None]:
         """Signals set a flag, and wake the selector through a socket so that nobody waits for its time-out."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
+        numbers: list[int] = [signal.SIGINT, *_PREEMPTING]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
             numbers.append(signal.SIGHUP)
-        woken, waker = socket.socketpair()
+        woken, self._waker = socket.socketpair()
         woken.setblocking(False)
-        waker.setblocking(False)
+        self._waker.setblocking(False)
         self.selector.register(woken, selectors.EVENT_READ, (lambda _: woken.recv(_READ_BYTES), None))
-        previous_waker = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        previous_waker = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         previous: dict[int, Any] = {number: signal.signal(number, self._on_signal) for number in numbers}
         if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_suspend)
@@ -117,185 +117,214 @@ class Supervisor:
             signal.set_wakeup_fd(previous_waker)
             self.selector.close()
             woken.close()
-            waker.close()
+            self._waker.close()
 
-    def _start_all(self, guard: Guard, scratch: Path) -> None:
-        count = self.spec.workers.max
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _set_up(self, scratch: Path, guard: Guard) -> None:
+        listening = Listening.of(self.spec)
+        site = Site(
+            self.spec,
+            scratch,
+            self.token,
+            self.id,
+            self.name,
+            self.local,
+            listening.ip,
+            listening.credentials,
+            self.faults,
+        )
+        self.workers = LocalWorkers(site, self.selector, guard, self)
+        rules = {
+            "min": self.spec.workers.min,
+            "max": self.spec.workers.max,
+            "local": self.local,
+            "max_restarts": self.spec.max_restarts,
+            "rejoin_s": self.spec.rejoin_within,
+            "hang_s": self.spec.hang_after,
+            "balance": self.spec.balance,
+            "open_door": bool(self.spec.listen),
+        }
+        settings = {
+            "journal": str(self.run_dir.path.absolute() / "journal.jsonl"),
+            "rules": rules,
+            "token": self.token,
+            "spec": self.spec.model_dump(mode="json"),
+            **listening.settings(self.spec),
+        }
+        self.coordinator = CoordinatorProcess(scratch, self.run_dir.logs / "coordinator.log", settings, self.token)
+        self.link = Link(Door(path=self.coordinator.socket), self._hello, self._wake)
+        self.host = Host(self.workers, self.link, self._on_order)
         self._emit(
             events.RunStarted(
-                name=self.spec.name, script=self.spec.script, workers=count, host=self.host, pid=os.getpid()
+                name=self.spec.name, script=self.spec.script, workers=self.local, host=self.name, pid=os.getpid()
             )
         )
-        if self.spec.workers.min != count:
-            self._emit(
-                events.Notice(
-                    code="fixed-membership",
-                    text=f"--workers {self.spec.workers.min}:{count} starts {count} workers and keeps them; "
-                    "growing, shrinking and going on with fewer are not built yet",
-                )
-            )
-        for number in range(count):
+        self._start_coordinator(listening.address)
+        control = {"pid": os.getpid(), "socket": self.coordinator.socket}
+        write_atomically(self.run_dir.control, json.dumps(control) + "\n")
+        if listening.line:  # for the screen alone: it holds the secret
+            self.progress.handle(events.Notice(code="listening", text=listening.line))
+        self._start_workers()
+        self.link.start()
+
+    def _start_coordinator(self, address: str = "") -> None:
+        pid = self.coordinator.start()
+        self.selector.register(
+            self.coordinator.exit_fd, selectors.EVENT_READ, (lambda _: self._on_coordinator_exit(), None)
+        )
+        self._emit(events.CoordinatorStarted(pid=pid, number=self.coordinator.number, address=address))
+
+    def _on_coordinator_exit(self) -> None:
+        self.selector.unregister(self.coordinator.exit_fd)
+        self.coordinator.bury()
+        try:
+            self._start_coordinator()
+        except UnisonoError as error:
+            self.not_started = error
+
+    def _start_workers(self) -> None:
+        for number in range(self.local):
             if self.interrupted_by:
                 return
             try:
-                self._start(number, guard, scratch)
+                self.host.start(number, number)
             except OSError as error:
                 self.not_started = WorkerLost(
-                    f"worker {number} on {self.host} could not be started: {error.strerror}",
+                    f"worker {number} on {self.name} could not be started: {error.strerror}",
                     cause="the machine, or a limit on this user, allows no more processes or open files",
-                    do=f"use fewer --workers (now {count}), or raise the limit (ulimit -u, ulimit -n)",
+                    do=f"use fewer --workers (now {self.local}), or raise the limit (ulimit -u, ulimit -n)",
                 )
                 return
 
-    def _start(self, number: int, guard: Guard, scratch: Path) -> None:
-        ours, theirs = socket.socketpair()
-        settings = {
-            "worker": number,
-            "spec": self.spec.model_dump(mode="json"),
-            "scratch": str(scratch),
-            "meeting_point": str(scratch / "members"),
-        }
-        environment = worker_environment(self.spec) | {
-            "UNISONO_WORKER": json.dumps(settings),
-            FD_VARIABLE: str(theirs.fileno()),
-            RUN_VARIABLE: self.token,
-        }
-        started = subprocess.Popen(
-            [sys.executable, "-P", "-m", "unisono.train.worker"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            env=environment,
-            start_new_session=True,  # its own group: Ctrl-C reaches only us, and one kill takes its loaders along
-        )
-        guard.watch(started.pid)
-        theirs.close()
-        assert started.stdout is not None
-        worker = _Worker(number, started, ours, started.stdout, os.pidfd_open(started.pid))
-        self.workers.append(worker)
-        ours.setblocking(False)
-        os.set_blocking(started.stdout.fileno(), False)
-        watch: list[tuple[Any, Callable[[_Worker], object]]] = [
-            (ours, self._read_events),
-            (started.stdout, self._read_output),
-            (worker.exit_fd, lambda worker: self._on_exit(worker, guard)),
-        ]
-        for source, action in watch:
-            self.selector.register(source, selectors.EVENT_READ, (action, worker))
+    def _hello(self) -> m.Hello:
+        return m.Hello(role="owner", host=self.id, name=self.name, room=self.local, workers=self.host.snapshot())
+
+    # --- turning
 
     def _turn(self) -> None:
         for key, _ in self.selector.select(timeout=self._patience_s()):
             action, worker = key.data
             action(worker)
-        self._act_on_trouble(time.monotonic())
+        self.host.hear()
+        now_s = time.monotonic()
+        self.host.beat(now_s)
+        self._act_on_trouble(now_s)
 
     def _patience_s(self) -> float:
-        return 0.05 if self.first_trouble_s is not None or self.interrupted_by else 0.5
+        return 0.05 if self.first_trouble_s is not None or self.interrupted_by or self.end else 0.25
 
     def _act_on_trouble(self, now_s: float) -> None:
-        troubled = self.failures or any(death.is_silent for death in self.deaths)
-        if troubled and self.first_trouble_s is None:
+        if self.preempted_by and not self._preempt_told and self.link.lost_since_s is None:
+            self._preempt_told, self.preempted_s = True, now_s
+            because = f"asked to leave by {process.signal_name(self.preempted_by)}"
+            self.link.send(m.Command(what="preempt", because=because))
+        too_late = self._preempt_told and self.result is None and now_s - self.preempted_s > self.spec.grace
+        if self.failures and self.first_trouble_s is None:
             self.first_trouble_s = now_s
         settled = self.first_trouble_s is not None and now_s - self.first_trouble_s >= SETTLE_S
-        if (settled or self.interrupted_by or self.not_started) and self.stopping_since_s is None:
+        must_end = settled or self.interrupted_by or self.not_started or self.end is not None or too_late
+        if must_end and self.stopping_since_s is None:
             self.stopping_since_s = now_s
-            self._signal_workers(signal.SIGTERM)
-        if self.stopping_since_s is not None and now_s - self.stopping_since_s >= GRACE_S:
-            self._signal_workers(signal.SIGKILL)
+            self.workers.signal(signal.SIGKILL)
+        if self.result is not None:  # whoever was only on the way in has come too late
+            for worker in self.workers.living:
+                if worker.number not in self.host.formed:
+                    worker.signal(signal.SIGKILL)
 
-    def _read_events(self, worker: _Worker) -> int:
-        data = self._receive(worker, worker.channel, lambda: worker.channel.recv(_READ_BYTES))
-        for event in worker.lines.feed(data):
-            if isinstance(event, events.WorkerFailed):
+    def _is_over(self) -> bool:
+        if self.workers.living:
+            return False
+        return self.stopping_since_s is not None or self.result is not None
+
+    # --- what workers say
+
+    def on_event(self, worker: Worker, event: events.Event) -> None:
+        del worker
+        self._take(event)
+
+    def _take(self, event: events.Event) -> None:
+        if isinstance(event, events.WorkerFailed):
+            self.host.on_failure(event)
+            if from_dict(event.failure).exit_code != WorkerLost.exit_code:
                 self.failures.append(event)
-            elif isinstance(event, events.RunFinished):
-                self.result = event.result
-            self._emit(event)
-        return len(data)
+        elif isinstance(event, events.RunFinished):
+            self.result = event.result
+        self._emit(event)
 
-    def _read_output(self, worker: _Worker) -> int:
-        data = self._receive(worker, worker.output, lambda: os.read(worker.output.fileno(), _READ_BYTES))
-        if data:
-            worker.last_output = (worker.last_output + data)[-_LAST_WORDS_BYTES:]
-            self.recorder.append(self.run_dir.worker_log(worker.number), data)
-        return len(data)
+    def on_message(self, worker: Worker, message: m.Message) -> None:
+        self.host.on_message(worker, message)
 
-    def _receive(self, worker: _Worker, source: Any, read: Callable[[], bytes]) -> bytes:
-        """What is there; closes the source at its end."""
-        if source not in worker.open:  # its exit, in the same turn, has closed it
-            return b""
-        try:
-            data = read()
-        except BlockingIOError:
-            return b""
-        except OSError:
-            data = b""
-        if not data:
-            self._close(worker, source)
-        return data
+    def on_output(self, worker: Worker, data: bytes) -> None:
+        self.recorder.append(self.run_dir.worker_log(worker.number), data)
 
-    def _close(self, worker: _Worker, source: Any) -> None:
-        if source in worker.open:
-            worker.open.remove(source)
-            self.selector.unregister(source)
-            source.close()
+    def on_exit(self, worker: Worker, code: int) -> None:
+        too_late = self.result is not None and worker.number not in self.host.formed
+        stopped = self.stopping_since_s is not None or too_late
+        gone = self.host.on_exit(worker, code, stopped)
+        expected = stopped or gone.expected
+        self.deaths.append(Death(worker.number, code, time.time(), expected, worker.last_words, worker.lines.farewell))
+        self._emit(events.WorkerExited(worker=worker.number, exit_code=code, stopped_by_us=expected))
 
-    def _on_exit(self, worker: _Worker, guard: Guard) -> None:
-        self.selector.unregister(worker.exit_fd)
-        os.close(worker.exit_fd)
-        # While the zombie still holds its number, no other group can have it.
-        _kill_group(worker, signal.SIGKILL)
-        guard.forget(worker.process.pid)
-        code = worker.process.wait()
-        worker.exited = True
-        self._read_to_the_end(worker)
-        stopped = self.stopping_since_s is not None
-        self.deaths.append(Death(worker.number, code, time.time(), stopped, _last_words(worker), worker.lines.farewell))
-        self._emit(events.WorkerExited(worker=worker.number, exit_code=code, stopped_by_us=stopped))
+    # --- what the coordinator says
 
-    def _read_to_the_end(self, worker: _Worker) -> None:
-        """All that it wrote is in the buffers. A child that moved to another session may hold them open for ever."""
-        sources: list[tuple[Any, Callable[[_Worker], int]]] = [
-            (worker.channel, self._read_events),
-            (worker.output, self._read_output),
-        ]
-        for source, read in sources:
-            left = _DRAIN_BYTES
-            while left > 0 and (count := read(worker)):
-                left -= count
-            self._close(worker, source)
+    def _on_order(self, message: m.Message) -> None:
+        if isinstance(message, m.Record):
+            event = events.from_dict(message.event)
+            if isinstance(event, events.WorkerRemoved):  # the coordinator hears of steps now and then, we of each one
+                event = dataclasses.replace(event, step=max(event.step, self.recorder.last_step))
+            if event is not None:
+                self._emit(event)
+        elif isinstance(message, m.End) and self.stopping_since_s is None:  # then, that workers are gone is our doing
+            self.end = self.end or message
+        elif isinstance(message, m.Relay):
+            self._on_relay(message)
+
+    def _on_relay(self, message: m.Relay) -> None:
+        """Of another machine's worker: in order, told until acknowledged, so it may come twice."""
+        if message.number == self._relayed.get(message.host, 0) + 1:
+            self._relayed[message.host] = message.number
+            event = events.from_dict(message.event) if message.event else None
+            if event is not None:
+                self._take(event)
+            if message.output:
+                self.recorder.append(self.run_dir.worker_log(message.log_of), message.output.encode())
+        self.link.send(m.Acknowledge(host=message.host, number=self._relayed.get(message.host, 0)))
+
+    # --- signals
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.interrupted_by:  # the second time: no more waiting
-            self._signal_workers(signal.SIGKILL)
-            return
-        self.interrupted_by, self.interrupted_s = number, time.time()
+        if number in _PREEMPTING and not self.interrupted_by:
+            self.preempted_by = self.preempted_by or number  # schedulers repeat themselves; --grace is the limit
+        elif not self.interrupted_by:
+            self.interrupted_by, self.interrupted_s = number, time.time()
 
     def _on_suspend(self, _: int, __: FrameType | None) -> None:
         """Ctrl-Z: everybody stops, and the shell gets its terminal as it was; with ``fg`` everybody goes on."""
-        self._signal_workers(signal.SIGSTOP)
+        self.workers.signal(signal.SIGSTOP)
         self.progress.pause()
         os.kill(os.getpid(), signal.SIGSTOP)
         self.progress.resume()
-        self._signal_workers(signal.SIGCONT)
-
-    def _signal_workers(self, number: int) -> None:
-        for worker in self.workers:
-            if not worker.exited:
-                _kill_group(worker, number)
+        self.workers.signal(signal.SIGCONT)
 
     def _emit(self, event: events.Event) -> None:
         knew_of_loss = self.recorder.first_loss is not None
-        self.recorder.handle(event)
+        if not self.recorder.handle(event):
+            return  # known already
         self.progress.handle(event)
         if self.recorder.first_loss is not None and not knew_of_loss:
             failure = self.recorder.failure()
             assert failure is not None
             self.progress.handle(events.Notice(code="disk", text=f"{failure.what}; the training goes on"))
 
+    # --- the end
+
     def _conclude(self) -> int:
         failure, trace = self._first_failure()
+        with contextlib.suppress(OSError):
+            write_timeline(self.run_dir)
         if failure is None:
             self.progress.close()
             return 0
@@ -305,16 +334,21 @@ class Supervisor:
 
     def _first_failure(self) -> tuple[UnisonoError | None, str]:
         """The first of: what a worker did, what the user did, what the disk did."""
-        failures, deaths = self.failures, self.deaths
-        stopped = self.interrupted_by and any(death.stopped_by_us for death in deaths)
+        if self.not_started is not None:
+            return self.not_started, ""
+        failures, deaths = self.failures, self._deaths_that_count()
+        stopped = self.interrupted_by and any(death.stopped_by_us for death in self.deaths)
         if stopped:  # whatever came after that is our doing
             failures = [failure for failure in failures if failure.time_s < self.interrupted_s]
             deaths = [death for death in deaths if death.time_s < self.interrupted_s]
-        failure, trace = first_failure(failures, deaths, self.host, self.run_dir)
-        failure = self.not_started or failure
+        failure, trace = first_failure(failures, deaths, self.name, self.run_dir)
+        if self.end is not None and self.end.failure is not None and not self.failures:
+            return from_dict(self.end.failure), ""
         if failure is None and (stopped or (self.interrupted_by and self.result is None)):
             name = process.signal_name(self.interrupted_by)
             failure = Interrupted(f"stopped by {name}", do="start it again with the same command")
+        if failure is None and self.preempted_by:
+            failure = self._preempted()
         if failure is None and self.result is None:
             failure = NothingTrained(
                 f"{self.spec.script} ended without a result",
@@ -323,13 +357,35 @@ class Supervisor:
             )
         return failure or self.recorder.failure(), trace
 
-    def _end_everything(self, everyone: bool) -> None:
-        """After a failure, `everyone`: also what the script has moved to a session of its own."""
-        for worker in self.workers:
-            if not worker.exited:
-                _kill_group(worker, signal.SIGKILL)
-                worker.process.wait()
-        if everyone:
+    def _deaths_that_count(self) -> list[Death]:
+        """A death that the run survived is no failure; one behind the training's end is."""
+        if self.result is not None:
+            return [death for death in self.deaths if death.worker in self.host.finished]
+        if self.end is not None and self.end.blame:
+            return [death for death in self.deaths if death.worker in self.end.blame]
+        return self.deaths
+
+    def _preempted(self) -> Preempted:
+        name = process.signal_name(self.preempted_by)
+        if self.result is not None:
+            what = f"asked to leave by {name}: stopped after step {self.result['steps']}, weights saved"
+        else:
+            what = f"asked to leave by {name}, and the step in hand was not finished within {self.spec.grace:g} s"
+        return Preempted(what, do="start it again with the same command; a longer --grace gives slow steps time")
+
+    def _end_everything(self, code: int) -> None:
+        """After a failure, also what the script has moved to a session of its own."""
+        if hasattr(self, "workers"):
+            self.workers.end_all()
+        if hasattr(self, "link"):
+            if self.spec.listen:
+                over = m.Command(what="over", number=code, because=EXIT_CODES.get(code, ""))
+                take_leave(self.link, over, self._on_relay)
+            self.link.close()
+        if hasattr(self, "coordinator"):
+            self.coordinator.end()
+        self.run_dir.control.unlink(missing_ok=True)
+        if code:
             end_strays(self.token)
         self.progress.close()
         self.recorder.close()
@@ -343,20 +399,3 @@ def _make_scratch() -> Path:
             f"cannot make a temporary directory: {error.strerror or error}",
             do="point TMPDIR at a directory you may write to, with space left",
         ) from None
-
-
-def _last_words(worker: _Worker) -> str:
-    lines = worker.last_output.decode(errors="replace").splitlines()[-_LAST_WORDS_LINES:]
-    lines = [line if len(line) <= _LAST_WORDS_WIDTH else line[:_LAST_WORDS_WIDTH] + " …" for line in lines]
-    return "\n".join(["… the end of its output:", *lines]) if lines else ""
-
-
-def _kill_group(worker: _Worker, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(worker.process.pid, number)
-
-
-def worker_environment(spec: RunSpec) -> dict[str, str]:
-    """Threads are fixed by the spec, also for libraries that read them from the environment at load time."""
-    fixed = {name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return _KEEP_FREED_MEMORY | os.environ | fixed | {"PYTHONUNBUFFERED": "1"}

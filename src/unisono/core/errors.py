@@ -18,10 +18,12 @@ EXIT_CODES: dict[int, str] = {
     11: "the training was set up in a way that cannot work (batch, microbatches, data, model)",
     12: "the loss became NaN or infinite",
     13: "workers that must agree did not (data, weights)",
-    20: "a worker process was lost (killed, crashed, out of memory)",
+    20: "a worker process was lost (killed, crashed, out of memory, hung), and the run could not go on without it",
+    21: "this host could not join the run",
     30: "the run directory cannot be written",
     70: "a fault in Unisono itself",
-    130: "stopped by Ctrl-C or SIGTERM",
+    75: "preempted: asked to leave by SIGTERM, SIGUSR1 or SIGUSR2; start it again",
+    130: "stopped by Ctrl-C or by unisono stop --now",
 }
 
 
@@ -68,6 +70,10 @@ class UnknownKey(UsageError):
 
 class ScriptMissing(UsageError):
     code = "UNI-1003"
+
+
+class BadFaultPlan(UsageError):
+    code = "UNI-1004"
 
 
 class ScriptFailed(UnisonoError):
@@ -129,9 +135,79 @@ class WorkerLost(UnisonoError):
 
 
 class PeerLost(WorkerLost):
-    """This worker's connection to another broke: a consequence, blamed only when nothing better is known."""
+    """This worker's connection to another broke: a consequence, blamed only when nothing better is known.
+
+    `worker` is the other one's id; None when the generation was given up as a whole.
+    """
 
     code = "UNI-2002"
+    worker: int | None = None
+
+
+class WorkerHung(WorkerLost):
+    """A worker did not reach a collective in which others wait."""
+
+    code = "UNI-2003"
+
+
+class SamePlaceTwice(WorkerLost):
+    """Two workers died at the same place: no accident, but the script or its data."""
+
+    code, exit_code = "UNI-2004", 10
+
+
+class TooFewWorkers(WorkerLost):
+    """Below the minimum for longer than the run may wait."""
+
+    code = "UNI-2005"
+
+
+class WorkerCorrupt(WorkerLost):
+    """A replica's weights are not those of the others."""
+
+    code = "UNI-2006"
+
+
+class JoinError(UnisonoError):
+    """A host, or one of its workers, cannot take part in the run. The run itself goes on."""
+
+    code, exit_code = "UNI-2101", 21
+
+
+class Unreachable(JoinError):
+    code = "UNI-2102"
+
+
+class ResolvesToLoopback(JoinError):
+    code = "UNI-2103"
+
+
+class WrongInterface(JoinError):
+    code = "UNI-2104"
+
+
+class ClockSkew(JoinError):
+    code = "UNI-2105"
+
+
+class VersionsDiffer(JoinError):
+    code = "UNI-2106"
+
+
+class ScriptDiffers(JoinError):
+    code = "UNI-2107"
+
+
+class DataDiffers(JoinError):
+    code = "UNI-2108"
+
+
+class WrongSecret(JoinError):
+    code = "UNI-2109"
+
+
+class RunIsFull(JoinError):
+    code = "UNI-2110"
 
 
 class RunDirectoryError(UnisonoError):
@@ -144,6 +220,12 @@ class DiskFull(RunDirectoryError):
 
 class Interrupted(UnisonoError):
     code, exit_code = "UNI-4001", 130
+
+
+class Preempted(UnisonoError):
+    """The machine is wanted back: drained at a step boundary, with nobody left to go on."""
+
+    code, exit_code = "UNI-4002", 75
 
 
 class InternalError(UnisonoError):

@@ -46,6 +46,7 @@ class WorkerStarted(Event):
     kind = "worker_started"
     pid: int
     host: str
+    replaces: int | None = None  # the worker whose place it takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,79 @@ class Configured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipChanged(Event):
+    """A generation is formed: everyone is connected and holds the same state. `step`: how many are done."""
+
     kind = "membership_changed"
     generation: int
     members: list[int]
     ranges: list[list[int]]  # [first, last + 1] of the microbatches of each member
     because: str
+    step: int = 0
+    seconds: float = 0.0  # from the news of it to its being formed
+    healed: list[int] = field(default_factory=list)  # workers that copied their state from the others
+    healed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerRemoved(Event):
+    """Worker `who` takes no further part. `how`: died, frozen, hung, left, preempted, corrupt, unreachable, refused."""
+
+    kind = "worker_removed"
+    who: int
+    host: str
+    how: str
+    because: str
+    step: int
+    failure: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSlow(Event):
+    """Worker `who` needs `factor` times as long for a microbatch as the median of the others."""
+
+    kind = "worker_slow"
+    who: int
+    factor: float
+    microbatches: int  # that it computes from now on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosed(Event):
+    """What holds the run up: a failure that may still be survived. Same form as `WorkerFailed.failure`."""
+
+    kind = "diagnosed"
+    who: int
+    failure: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Healing(Event):
+    """A large state on its way to worker `who`."""
+
+    kind = "healing"
+    who: list[int]
+    bytes_done: int
+    bytes_total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultFired(Event):
+    """A fault of the plan given with ``--faults`` is about to happen on the sending worker."""
+
+    kind = "fault_fired"
+    fault: str
+    step: int
+    at: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorStarted(Event):
+    """`number` is 1 for the first, more when it came back after a death."""
+
+    kind = "coordinator_started"
+    pid: int
+    number: int
+    address: str = ""  # where other hosts can join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +150,7 @@ class StepFinished(Event):
     seconds: float
     timings: dict[str, dict[str, float]]
     grad_norm: float | None = None
+    generation: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +211,12 @@ class RunFailed(Event):
 Sink = Callable[[Event], None]
 
 
+def as_dict(event: Event) -> dict[str, Any]:
+    return {"kind": event.kind, **plain(asdict(event))}
+
+
 def encode(event: Event) -> str:
-    return json.dumps({"kind": event.kind, **plain(asdict(event))}, separators=(",", ":"), allow_nan=False)
+    return json.dumps(as_dict(event), separators=(",", ":"), allow_nan=False)
 
 
 def plain(value: Any) -> Any:
@@ -156,14 +230,21 @@ def plain(value: Any) -> Any:
     return value
 
 
+def from_dict(data: Any) -> Event | None:
+    """The event, or None for what is not one, or of a kind that this version does not know."""
+    try:
+        kind = KINDS[data["kind"]]
+        known = {item.name for item in fields(kind)}
+        return kind(**{key: value for key, value in data.items() if key in known})
+    except (KeyError, TypeError):
+        return None
+
+
 def decode(line: str | bytes) -> Event | None:
     """The event in `line`, or None when it is cut short or of a kind that this version does not know."""
     try:
-        data = json.loads(line)
-        kind = KINDS[data.pop("kind")]
-        known = {item.name for item in fields(kind)}
-        return kind(**{key: value for key, value in data.items() if key in known})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return from_dict(json.loads(line))
+    except ValueError:
         return None
 
 

@@ -20,6 +20,7 @@ class Membership:
     members: tuple[int, ...]
     ranges: tuple[range, ...]
     meeting_point: str = ""  # where the backend's members find each other; its meaning belongs to the backend
+    addresses: tuple[str, ...] = ()  # by rank: where each member's mesh listens
 
     def __post_init__(self) -> None:
         if len(self.members) != len(self.ranges) or len(set(self.members)) != len(self.members):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from unisono.core import events
-from unisono.core.errors import UnisonoError
+from unisono.core.errors import UnisonoError, from_dict
 from unisono.core.run_dir import RunDir
 
 PARTS = ("data", "compute", "communication", "waiting")
@@ -87,12 +87,15 @@ class Progress:
         elif isinstance(event, events.Evaluated):
             self._line(f"epoch {event.epoch}  step {event.step}  eval {format_metrics(event.metrics)}")
         elif isinstance(event, events.Notice):
-            self._line(f"note: {event.text}")
+            label = "join" if event.code == "listening" else "note"
+            self._line(f"{label}: {event.text}")
         elif isinstance(event, events.StepSkipped):
             self._line(f"skipped: {event.because}")
         elif isinstance(event, events.RunFinished):
             self.close()
             self._line(describe_result(event.result, self.run_dir))
+        elif (text := describe_change(event)) is not None:
+            self._line(text)
 
     def _on_step(self, event: events.StepFinished) -> None:
         self.recent.append(event)
@@ -213,6 +216,30 @@ class _Sturdy:
             broken, self._stream = self._stream, None
             with contextlib.suppress(OSError, ValueError):  # what its buffer still holds must not fail at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), broken.fileno())
+
+
+def describe_change(event: events.Event) -> str | None:
+    """A change in who takes part, in one line; None for other events and for the first generation."""
+    if isinstance(event, events.WorkerRemoved):
+        return f"step {event.step}  worker {event.who} on {event.host} {event.how}: {event.because}"
+    if isinstance(event, events.MembershipChanged) and event.generation > 1:
+        who = ", ".join(map(str, event.members))
+        healed = f", state copied to {', '.join(map(str, event.healed))}" if event.healed else ""
+        return f"step {event.step}  {event.because}; went on with {who} after {event.seconds:.2f} s{healed}"
+    if isinstance(event, events.WorkerSlow):
+        many = f"{event.microbatches} microbatch{'es' if event.microbatches != 1 else ''} a step from now on"
+        return f"worker {event.who} is {event.factor:.1f} times slower than the others: {many}"
+    if isinstance(event, events.Diagnosed):
+        return str(from_dict(event.failure))
+    if isinstance(event, events.Healing):
+        share = event.bytes_done / max(1, event.bytes_total)
+        who = ", ".join(map(str, event.who))
+        return f"copying the state to worker {who}: {share:.0%} of {event.bytes_total / 1e6:,.0f} MB"
+    if isinstance(event, events.CoordinatorStarted) and event.number > 1:
+        return "the coordinator died and is back; the training did not notice"
+    if isinstance(event, events.FaultFired):
+        return f"fault of the plan: {event.fault} on worker {event.worker} in step {event.step} ({event.at})"
+    return None
 
 
 def describe_job(event: events.Configured) -> str:

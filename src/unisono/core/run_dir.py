@@ -48,6 +48,11 @@ class RunDir:
         return self.path / "final.safetensors"
 
     @property
+    def control(self) -> Path:
+        """While it runs: how commands such as ``unisono scale`` reach it."""
+        return self.path / "control.json"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -138,6 +143,9 @@ class Recorder:
     lost: dict[str, int] = field(default_factory=dict)  # file name: lines that could not be written
     first_loss: OSError | None = None
     _files: dict[Path, int] = field(default_factory=dict)
+    _finished: bool = False
+    last_step: int = 0
+    _last_evaluation: tuple[int, int] = (-1, -1)
 
     def start(self) -> None:
         """First write, while failing is still cheap."""
@@ -160,7 +168,10 @@ class Recorder:
         if taken:
             raise UsageError(f"the run directory {self.run_dir.path} already holds a run", do=_CHOOSE_ANOTHER)
 
-    def handle(self, event: events.Event) -> None:
+    def handle(self, event: events.Event) -> bool:
+        """Write it down. False for one that is known: after a change of membership the last is told again."""
+        if self._is_old(event):
+            return False
         self.append(self.run_dir.events, events.encode(event).encode() + b"\n")
         try:
             if isinstance(event, events.Configured):
@@ -173,6 +184,20 @@ class Recorder:
                 self._count_loss(self.run_dir.weights.name, error)
         except OSError as error:
             self._count_loss("spec.json" if isinstance(event, events.Configured) else "result.json", error)
+        return True
+
+    def _is_old(self, event: events.Event) -> bool:
+        if isinstance(event, events.StepFinished | events.StepSkipped):
+            old, self.last_step = event.step <= self.last_step, max(self.last_step, event.step)
+            return old
+        if isinstance(event, events.Evaluated):
+            key = (event.epoch, event.step)
+            old, self._last_evaluation = key <= self._last_evaluation, max(self._last_evaluation, key)
+            return old
+        if isinstance(event, events.RunFinished):
+            old, self._finished = self._finished, True
+            return old
+        return False
 
     def append(self, path: Path, data: bytes) -> None:
         try:

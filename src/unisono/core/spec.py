@@ -67,6 +67,15 @@ class RunSpec(BaseModel):
     threads: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_restarts: int = Field(default=10, ge=0)
+    rejoin_within: float = Field(default=300.0, ge=0)
+    hang_after: float = Field(default=60.0, gt=0)
+    grace: float = Field(default=30.0, gt=0)
+    verify_every: int = Field(default=100, ge=0)
+    balance: bool = True
+    faults: str = ""
+    listen: str = ""
+    local: int | None = Field(default=None, ge=1)
 
     @field_validator("workers", mode="before")
     @classmethod

@@ -8,15 +8,18 @@ does it. Called by the loop; knows nothing of workers' fate.
 
 from __future__ import annotations
 
+import multiprocessing.process
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from unisono.core import process
+from unisono.core import process, stacks
 from unisono.core.errors import EmptyData, ScriptFailed, SetupError, WorkerLost, suggest
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import apply, derive
@@ -223,6 +226,7 @@ def _same(item: Any) -> Any:
 
 def _loader_init(_: int) -> None:
     process.die_with_parent()
+    stacks.write_on_request(Path(multiprocessing.process.current_process()._config.get("tempdir", os.devnull)))  # type: ignore[attr-defined]
     torch.set_num_threads(1)
 
 

@@ -8,6 +8,7 @@ variant.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from unisono.comm import tree
 from unisono.comm.direct import DirectReducer
 from unisono.comm.seam import Comm
 from unisono.core import seeds
-from unisono.core.errors import SetupError
+from unisono.core.errors import PeerLost, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.buffers import Buffers
 from unisono.parallel.gradients import Assignment, Gradients, sparse_error
@@ -57,13 +58,24 @@ class AllReduce:
         self._changed: list[bool] = []
         self._settle_s = 0.0  # waiting in the small exchange of the step before
 
-    def configure(self, membership: Membership) -> None:
+    def configure(self, membership: Membership | None) -> None:
+        if membership is None:
+            self._abandon()
+            return
         mine = membership.ranges[self.comm.rank]
         self._membership = membership
         self._reducer = DirectReducer(self.comm, membership)
         self._assignment = Assignment(mine, self._landings(mine))
         if self.comm.size > 1 and self._overlap is None:
             self._overlap = Overlap(next(self.model.parameters()).device)
+
+    def _abandon(self) -> None:
+        if self._overlap is not None:
+            self._overlap.discard()
+        if self._gradients is not None:
+            self._gradients.cursor = None
+            self._gradients.drop()
+        self._buffers.abandon()
 
     def _landings(self, mine: range) -> tuple[tree.Landing, ...]:
         return tree.landings(mine, self._membership.microbatches)
@@ -145,6 +157,8 @@ class AllReduce:
         blocked_s = time.perf_counter() - started + self._settle_s
         started = time.perf_counter()
         reduced = self._settle(self._gradients, blocked_s, notes)
+        if any(self._changed):
+            self._buffers.reduce(self._changed, self._reducer, _BUFFER_TAG)
         self._settle_s = time.perf_counter() - started
         return reduced
 
@@ -177,12 +191,16 @@ class AllReduce:
         )
 
     def step(self, loss: float, again: Callable[[], float]) -> None:
-        if any(self._changed):
-            self._buffers.reduce(self._changed, self._reducer, _BUFFER_TAG)
-        self.before_update()
-        if not isinstance(self.optimizer, torch.optim.LBFGS):
-            self.optimizer.step()
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            self._step_looking_around(loss, again)
             return
+        self._buffers.commit()
+        self.before_update()
+        self.optimizer.step()
+
+    def _step_looking_around(self, loss: float, again: Callable[[], float]) -> None:
+        """LBFGS moves the parameters while it evaluates. If a peer is lost on the way, they are put back."""
+        before = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         known: list[float] = [loss]  # the gradients in hand belong to the first evaluation
 
         def closure() -> float:
@@ -192,7 +210,15 @@ class AllReduce:
             self.before_update()
             return value
 
-        self.optimizer.step(closure)  # type: ignore[no-untyped-call]
+        try:
+            self._buffers.commit()
+            self.before_update()
+            self.optimizer.step(closure)
+        except PeerLost:
+            self.model.load_state_dict(before[0])
+            self.optimizer.load_state_dict(before[1])
+            self._buffers.begin_step()
+            raise
 
     def state_out(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -104,6 +104,10 @@ class SynchronisedNorms:
             module.running_var.lerp_(pending.variance.to(module.running_var.dtype), share)
         self._pending.clear()
 
+    def forget(self) -> None:
+        """The step in hand is dropped, and its statistics with it."""
+        self._pending.clear()
+
     def restore(self) -> None:
         """Give the modules their own forward pass back. Idempotent."""
         for module in self.modules:

@@ -58,6 +58,8 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         seen: set[int] = set()
         self._all: list[_Buffer] = []
+        self._settled: list[tuple[_Buffer, Tensor]] = []  # the step's new values, until they are committed
+        self._in_step = False
         for path, module in model.named_modules():
             for key, value in module._buffers.items():
                 if value is not None and id(value) not in seen:
@@ -79,6 +81,13 @@ class Buffers:
             buffer.home = held if held is not None else buffer.home
             buffer.changed = False
             buffer.sums = []
+        self._settled, self._in_step = [], True
+
+    def abandon(self) -> None:
+        """Drop the step in hand, if there is one."""
+        if self._in_step:
+            self.put_back()
+        self._settled, self._in_step = [], False
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -145,7 +154,7 @@ class Buffers:
 
     @torch.no_grad()
     def reduce(self, changed_by_anyone: Sequence[bool], reducer: DirectReducer, tag: int) -> None:
-        """Settle the step's new values, the same on every worker."""
+        """Work out the step's new values, the same on every worker. `commit` makes them so."""
         floats = [b for b, yes in zip(self._all, changed_by_anyone, strict=True) if yes and b.is_float]
         others = [b for b, yes in zip(self._all, changed_by_anyone, strict=True) if yes and not b.is_float]
         if floats:
@@ -155,14 +164,19 @@ class Buffers:
                 parts.append(torch.cat(rows))
             reducer.reduce(parts, tag)
             for buffer, total in zip(floats, torch.split(parts[0], [b.start.numel() for b in floats]), strict=True):
-                new = buffer.start.double() + total.view(buffer.start.shape)
-                buffer.restore(new)
+                self._settled.append((buffer, buffer.start.double() + total.view(buffer.start.shape)))
         if others:
             mine = [(b.sums[0] if b.sums else b.start).reshape(-1).to(torch.int64) for b in others]
             rows = [torch.cat(mine) for _ in range(reducer.parts)]
             reducer.reduce(rows, tag + 1, op="max")
             for buffer, top in zip(others, torch.split(rows[0], [b.start.numel() for b in others]), strict=True):
-                buffer.restore(top.view(buffer.start.shape))
+                self._settled.append((buffer, top.view(buffer.start.shape)))
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        for buffer, value in self._settled:
+            buffer.restore(value)
+        self._settled, self._in_step = [], False
 
 
 def _level(buffer: _Buffer, level: int) -> Tensor:

@@ -41,6 +41,11 @@ class Overlap:
         if error is not None:
             raise error
 
+    def discard(self) -> None:
+        """Wait for everything submitted and forget what came of it. Its waits must have been interrupted."""
+        self._idle.wait()
+        self._error = None
+
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # it belongs to a thread, not to the process

@@ -45,8 +45,9 @@ class Reduced:
 
 
 class Strategy(Protocol):
-    def configure(self, membership: Membership) -> None:
-        """Take up a generation: who computes what from the next step on."""
+    def configure(self, membership: Membership | None) -> None:
+        """Take up a generation: who computes what from the next step on. None: the one before is over, and with it
+        the step in hand; everything is to be as it was before that step."""
 
     def begin_step(self, weights: Sequence[float]) -> None:
         """`weights` of all M microbatches; they add up to one."""

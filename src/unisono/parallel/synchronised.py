@@ -44,8 +44,12 @@ class SynchronisedAllReduce(AllReduce):
         self._queued: list[tuple[Microbatch, Compute]] = []
         self._cursors: list[tuple[Microbatch, Cursor]] = []
 
-    def configure(self, membership: Membership) -> None:
+    def configure(self, membership: Membership | None) -> None:
         super().configure(membership)
+        if membership is None:
+            self._queued, self._cursors = [], []
+            self._norms.forget()
+            return
         self._meetings = DirectReducer(self.comm, membership)
         if membership.microbatches > 1 and any(p.is_cuda for p in self.model.parameters()):
             raise SetupError(

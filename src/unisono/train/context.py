@@ -12,15 +12,33 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from unisono.core import events, process, seeds
 from unisono.core.errors import Interrupted, ScriptFailed, SetupError, UnisonoError
+from unisono.core.faults import Fault
 from unisono.core.run_dir import Recorder, RunDir, create
 from unisono.core.spec import RunSpec, build_run_spec, from_environment
+from unisono.elastic.activity import Activity
+from unisono.elastic.station import Station
+from unisono.wire.messages import Turn
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a supervised worker lives: what it needs to meet the others."""
+
+    scratch: Path  # private to this run on this machine
+    host: str  # an id of the machine's agent
+    slot: int = 0  # which of the machine's workers it is: its GPU
+    local: int = 1  # how many the machine has
+    bind: str = ""  # the IP at which other machines reach it, empty when there are none
+    credentials: dict[str, str] = field(default_factory=dict)  # certificate and key for that
+    faults: tuple[Fault, ...] = ()
 
 
 @dataclass
@@ -29,9 +47,12 @@ class Context:
     run_dir: RunDir
     worker: int
     emit: events.Sink
-    meeting_point: str = ""  # where the workers of this run find each other
+    station: Station | None = None  # what it hears of the run's membership; None for a script by itself
+    activity: Activity = field(default_factory=Activity)
+    place: Place | None = None
     close: Callable[[], None] = lambda: None
     trainings: int = field(default=0)
+    turns: int = field(default=0)  # uses of first_worker
 
     @property
     def workers(self) -> int:
@@ -67,6 +88,32 @@ def set_script_seed(value: int) -> None:
     if fixed is None and seeds.ENVIRONMENT not in os.environ:
         _script_seed = value
         seeds.seed_now_and_on_import(value)
+
+
+@contextmanager
+def first_worker(what: str = "preparing data") -> Iterator[None]:
+    """The body runs on the first worker alone; the others wait, then run it too and find the work done.
+
+        with unisono.first_worker("downloading"):
+            path = download_if_missing()
+
+    However long it takes, it is not taken for a hang; the others say whom they wait for.
+    """
+    context = _current
+    if context is None or context.station is None:
+        yield
+        return
+    context.turns += 1
+    number, activity = context.turns, context.activity
+    activity.now("waiting for the first worker")
+    context.station.tell(Turn(worker=context.worker, number=number))
+    context.station.await_turn(number)
+    activity.busy = what
+    try:
+        yield
+    finally:
+        activity.busy = ""
+    context.station.tell(Turn(worker=context.worker, number=number, done=True))
 
 
 def script_seed() -> int:

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a training: agree on the final weights, write them, and say what it came to.
 
-Called once, by the trainer or by a user's own loop, on every worker; the first worker writes and speaks for all.
+Called once, by the trainer or by a user's own loop, on every worker; the first worker writes and speaks for all. The
+others wait until it has: if it dies before, another does it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from unisono.checkpoint.weights import save_state
 from unisono.core import events
+from unisono.core.errors import PeerLost
 from unisono.train.job import Job
 from unisono.train.options import Result
-from unisono.train.state import TrainState
+from unisono.wire.messages import Finished
 
 
-def finish(job: Job, state: TrainState, stopped_early: str, seconds: float) -> Result:
+def finish(job: Job, seconds: float) -> Result:
+    while True:
+        try:
+            result = _conclude(job, seconds)
+            break
+        except PeerLost as lost:
+            job.reform(lost)
+    job.session.station.tell(Finished(worker=job.context.worker))
+    return result
+
+
+def _conclude(job: Job, seconds: float) -> Result:
+    state = job.state
+    job.session.activity.now("comparing the final weights")
     digest = job.agree_on_weights()
-    job.strategy.close()  # gradients are of no use any more; their memory is
     metrics = {k: v for k, v in (state.history[-1] if state.history else {}).items() if k not in ("step", "epoch")}
     result = Result(
         weights_sha256=digest,
@@ -29,11 +45,13 @@ def finish(job: Job, state: TrainState, stopped_early: str, seconds: float) -> R
         workers=job.comm.size,
         microbatches=job.spec.microbatches,
         skipped_steps=state.skipped,
-        stopped_early=stopped_early,
+        stopped_early=state.stopped_early,
         weights_file=_save(job),
         history=state.history,
     )
     job.emit(events.RunFinished(result=dataclasses.asdict(result)))
+    job.session.activity.now("waiting for the result to be saved")
+    job.comm.gather(torch.zeros(1))
     return result
 
 

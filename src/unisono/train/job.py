@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training, wired: device, comm, session, strategy, loader. Built by the trainer and by a user's own loop alike.
 
-`open_job` also makes sure, before the first step, that all workers start from the same weights and read the same
-data. The loop runs on what it returns.
+`open_job` offers this worker to the run with the facts that all workers must agree on, and returns when it is one of
+its members and holds its state. To the session, the job is the replica whose state travels.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,24 +18,32 @@ import torch
 from torch import Tensor, nn
 
 from unisono.checkpoint.weights import hash_state
+from unisono.comm.faulty import FaultyComm
+from unisono.comm.mesh import MeshComm
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events, seeds
-from unisono.core.errors import DataDisagrees, ReplicasDisagree, SetupError
+from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError
 from unisono.core.fingerprint import Fingerprint
-from unisono.core.membership import even
+from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec, resolve_microbatches
 from unisono.data.digest import digest
 from unisono.data.loading import Data, Loader, StepData, open_loader
+from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
+from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
 from unisono.train import numerics
 from unisono.train.context import Context
+from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
 from unisono.train.options import Clip
+from unisono.train.state import TrainState
+from unisono.wire.certificate import Certificate
 
+SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
 CountOf = Callable[[Any], float]  # true number of samples or tokens of a batch
 
 
@@ -56,6 +65,7 @@ class Request:
     schedule: Any = None
     count: CountOf | None = None
     has_end: bool = True  # False: the user's own loop decides
+    travellers: Mapping[str, Any] = field(default_factory=dict)  # objects with state_dict that go with the model
 
 
 @dataclass
@@ -70,8 +80,12 @@ class Job:
     update: Update
     loader: Loader
     fingerprint: Fingerprint
+    guard: Guard
+    faults: FaultPoints = NO_FAULTS
+    state: TrainState = field(default_factory=TrainState)
     notices: set[str] = field(default_factory=set)
     update_s: float = 0.0  # of the last optimizer update
+    told: int = 0  # the last step that callbacks have heard of: steps that are computed again are not told twice
 
     @property
     def is_first(self) -> bool:
@@ -81,6 +95,58 @@ class Job:
         """For events that are the run's, not one worker's: the first worker speaks for all."""
         if self.is_first:
             self.context.emit(event)
+
+    def commit(self, *news: events.Event) -> None:
+        """Tell what was just committed, and keep it: if the one who tells it dies, another tells it again."""
+        self.state.news = [events.as_dict(event) for event in news]
+        for event in news:
+            self.emit(event)
+
+    # --- the session's view
+
+    @property
+    def position(self) -> int:
+        return self.state.position
+
+    def initial_digest(self) -> int:
+        return int(hash_state(self.request.model.state_dict())[:12], 16)
+
+    def state_out(self) -> dict[str, Any]:
+        return {
+            "train": self.state.as_dict(),
+            "strategy": self.strategy.state_out(),
+            "trainable": [p.requires_grad for p in self.request.model.parameters()],
+            "travellers": {name: item.state_dict() for name, item in self.request.travellers.items()},
+        }
+
+    def state_in(self, state: dict[str, Any]) -> None:
+        for parameter, trainable in zip(self.request.model.parameters(), state["trainable"], strict=True):
+            parameter.requires_grad_(trainable)
+        self.strategy.state_in(state["strategy"])
+        for name, item in self.request.travellers.items():
+            item.load_state_dict(state["travellers"][name])
+        self.state.take(state["train"])
+        self.session.activity.step = self.state.step
+
+    def configure(self, membership: Membership) -> None:
+        self.strategy.configure(membership)
+
+    def abandon(self) -> None:
+        self.strategy.configure(None)
+
+    def reform(self, lost: PeerLost | None) -> None:
+        """On to the next generation; everyone in it then stands at the same place."""
+        self.session.reform(self, lost)
+        for data in self.state.news:  # whoever was to tell it may be the one who died
+            event = events.from_dict(data)
+            if event is not None:
+                self.emit(event)
+
+    def worker_at(self, rank: int) -> int:
+        assert self.session.membership is not None
+        return self.session.membership.members[rank]
+
+    # --- agreement
 
     def notice_once(self, code: str, text: str) -> None:
         if code not in self.notices:
@@ -106,16 +172,11 @@ class Job:
     def check_data(self, epoch: int) -> None:
         """Raise if this epoch's probes differ between workers."""
         rows = self._gather_numbers(self.loader.probe(epoch))
-        for rank, (other, other_digest) in enumerate(rows):
-            if other != rows[0][0]:
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
                 raise DataDisagrees(
-                    f"worker {rank}'s dataset has {other:.0f} samples, worker 0's has {rows[0][0]:.0f}",
-                    cause="each worker builds the dataset for itself, and they must build the same one",
-                    do="do not filter or download per worker; pass the whole dataset, Unisono splits it",
-                )
-            if other_digest != rows[0][1]:
-                raise DataDisagrees(
-                    f"worker {rank} reads other data than worker 0 under the same sample ids (epoch {epoch + 1})",
+                    f"worker {self.worker_at(rank)} reads other data than worker {self.worker_at(0)} "
+                    f"under the same sample ids (epoch {epoch + 1})",
                     cause="it was shuffled or split differently on each worker, or keeps random state of its own",
                     do="seed what decides its content; in __getitem__, draw from the global random generators",
                 )
@@ -124,10 +185,45 @@ class Job:
         if any(check != checks[0] for check in checks):
             rank = next(rank for rank, check in enumerate(checks) if check != checks[0])
             raise DataDisagrees(
-                f"at step {step} worker {rank}'s iterable dataset gave other samples than worker 0's",
+                f"at step {step} worker {self.worker_at(rank)}'s iterable dataset gave other samples than "
+                f"worker {self.worker_at(0)}'s",
                 cause="every worker reads the whole stream and keeps its part, so all must see the same stream",
                 do="seed the stream; do not split it by worker yourself",
             )
+
+    def compare_replicas(self, step: int, sums: Sequence[float]) -> None:
+        """Raise if some workers hold other weights than the rest, after going back to where all agreed."""
+        if not any(sums):
+            return
+        by_worker = {self.worker_at(rank): value for rank, value in enumerate(sums)}
+        try:
+            wrong = self.guard.judge(step, by_worker)
+        except ComputeAgain:
+            text = f"two workers hold different weights before step {step + 1}; computing again from where they agreed"
+            self.notice_once("dispute", text)
+            self._go_back()
+            raise
+        if wrong:
+            self._part_from(wrong, step, unanimous=len(set(sums)) == 1)
+        if self.comm.rank < SNAPSHOTS:
+            self.guard.keep(self.state_out())
+
+    def _part_from(self, wrong: list[int], step: int, unanimous: bool) -> None:
+        """Name them to the coordinator; what they have added to our state since we last agreed must go as well."""
+        error = Corrupted(wrong, step)
+        if self.context.worker not in wrong:
+            for worker in wrong:
+                self.session.accuse(worker, error.what)
+        if not unanimous:
+            if self.guard.snapshot is not None and self.context.worker not in wrong:
+                self._go_back()
+            else:
+                self.session.distrust()
+        raise error
+
+    def _go_back(self) -> None:
+        self.abandon()
+        self.state_in(self.guard.last_agreed())
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         return [row.tolist() for row in self.comm.gather(torch.tensor(numbers, dtype=torch.float64))]
@@ -139,7 +235,7 @@ class Job:
         for rank, row in enumerate(rows):
             if not torch.equal(row, rows[0]) and self.spec.exact:
                 raise ReplicasDisagree(
-                    f"worker {rank} ended with other weights than worker 0",
+                    f"worker {self.worker_at(rank)} ended with other weights than worker {self.worker_at(0)}",
                     cause="a machine that computes wrongly, or parameters changed outside the optimizer",
                     do="run it again with the same seed: if it moves, suspect that machine's memory",
                 )
@@ -155,31 +251,33 @@ def open_job(context: Context, request: Request) -> Job:
     spec = _resolve(context, request)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact)
-    device = numerics.choose_device(context.spec.device, context.worker, context.workers)
+    place = context.place
+    device = numerics.choose_device(context.spec.device, *((place.slot, place.local) if place else (0, 1)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     request.model.to(device)
     _move_optimizer_state(request.optimizer, device)
     loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
-    comm = _open_comm(context, device)
+    comm, address = _open_comm(context, device)
     update = Update(request.model, request.clip, request.l1)
+    faults = _fault_points(context, comm, request.model)
     strategy = STRATEGIES[_strategy_name(request)](
         request.model,
         request.optimizer,
-        comm,
+        comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective")),
         update,
         lambda microbatch: seeds.derive(spec.seed, "forward", microbatch.step, microbatch.index),
     )
+    comm = strategy.comm
     try:
-        session = Session(comm, context.emit)
-        membership = even(1, tuple(range(context.workers)), spec.microbatches, context.meeting_point)
-        session.begin(membership, strategy.configure, "the run starts")
         length, seen = loader.probe(0)
         fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
-        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint)
-        _agree_on_the_job(job)
-        job.check_data(0)
-        _share_initial_state(job)
+        station = context.station or Alone(spec.microbatches)
+        meeting_point = str(context.place.scratch / "members") if context.place else ""
+        session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
+        guard = Guard(request.model, context.spec.verify_every)
+        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
+        session.begin(job, address, _facts(job, length, seen))
     except BaseException:
         loader.close()
         strategy.close()
@@ -241,10 +339,23 @@ def _strategy_name(request: Request) -> str:
     return "synchronised"
 
 
-def _open_comm(context: Context, device: torch.device) -> Comm:
-    if context.workers == 1:
-        return ThreadComm(Hub(), context.worker)
-    return ProcessGroupComm(context.worker, "nccl" if device.type == "cuda" else "gloo")
+def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
+    """How this worker speaks to the others, and the address at which they find it."""
+    place = context.place
+    if place is None:
+        return ThreadComm(Hub(), context.worker), ""
+    if device.type == "cuda":
+        return ProcessGroupComm(context.worker, "nccl"), ""
+    credentials = Certificate(**place.credentials) if place.credentials else None
+    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
+    return mesh, mesh.address
+
+
+def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints:
+    if context.place is None or not context.place.faults:
+        return NO_FAULTS
+    actions = {"drop": getattr(comm, "drop", lambda: None), "corrupt": lambda: numerics.flip_one_bit(model)}
+    return FaultPoints(context.place.faults, context.emit, actions)
 
 
 def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -254,25 +365,24 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device
                 state[key] = value.to(device)
 
 
-def _agree_on_the_job(job: Job) -> None:
-    """Every worker resolved the same job, or an error that names what differs. Before anything depends on it."""
+def _facts(job: Job, samples: int, seen: int) -> dict[str, str]:
+    """What every worker must have come to, for the coordinator to compare: before anything depends on it."""
     model, optimizer = job.request.model, job.request.optimizer
-    facts = job.spec.model_dump(exclude={"samples", "parameters"})  # each has a better check of its own
-    facts["model"] = [
+    facts = {name: str(value) for name, value in job.spec.model_dump(exclude={"samples", "parameters"}).items()}
+    shapes = [
         (name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     ]
-    facts["optimizer settings"] = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    rows = job._gather_numbers([float(digest(json.dumps(value, default=_by_kind))) for value in facts.values()])
-    for rank, row in enumerate(rows):
-        for name, theirs, first in zip(facts, row, rows[0], strict=True):
-            if theirs != first:
-                raise ReplicasDisagree(
-                    f"worker {rank} was set up with another {name} than worker 0",
-                    cause=f"the script decides it differently on each worker; on worker {job.context.worker} it is "
-                    f"{str(facts[name])[:80]}",
-                    do="let every worker come to the same; nothing in it may depend on the worker",
-                )
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return facts | {
+        "model": f"{job.spec.parameters:,} parameters, {digest(json.dumps(shapes)):012x}",
+        "optimizer settings": json.dumps(settings, default=_by_kind)[:400],
+        "samples": str(samples),
+        "data": f"{seen:012x}",
+        "device": f"{job.fingerprint.device}, {job.fingerprint.instructions}",
+        "torch": torch.__version__,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+    }
 
 
 def _by_kind(value: Any) -> str:
@@ -280,20 +390,9 @@ def _by_kind(value: Any) -> str:
     return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _share_initial_state(job: Job) -> None:
-    """Everyone starts from worker 0's weights; that they were not equal already is worth a word."""
-    model = job.request.model
-    own = int(hash_state(model.state_dict())[:12], 16)
-    rows = job._gather_numbers([float(own)])
-    if all(row == rows[0] for row in rows):
-        return
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            job.comm.broadcast(tensor.data, 0)
-    job.notice_once("initial-weights", "the workers built different initial weights; all now use worker 0's")
-
-
 def _announce(job: Job) -> None:
+    if job.session.generation == 1 and job.session.healed.workers:
+        job.notice_once("initial-weights", "the workers built different initial weights; all now use worker 0's")
     steps = job.loader.steps_per_epoch
     limits = [steps * job.spec.epochs] if steps and job.spec.epochs else []
     limits += [job.spec.max_steps] if job.spec.max_steps else []

@@ -10,17 +10,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from unisono.core import events, seeds
-from unisono.core.errors import NonFiniteLoss
+from unisono.core.errors import NonFiniteLoss, PeerLost
 from unisono.data.loading import StepData
 from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
+from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
 from unisono.train.options import EarlyStop, EpochInfo, StepInfo
 from unisono.train.state import TrainState
@@ -28,6 +29,20 @@ from unisono.train.state import TrainState
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+STOPPED_BY_RUN = 2.0
+
+
+class Notes(NamedTuple):
+    """What each worker attaches to a step, for all to see."""
+
+    waited_s: float
+    compute_s: float
+    stop: float  # asked to stop by the script (1) or by the run (2)
+    check: float  # digest of what was read in common
+    change: float  # this worker has heard of another generation
+    checksum: float  # of the weights before this step, where it is due
 
 
 @dataclass
@@ -43,30 +58,69 @@ class Plan:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     early_stop: EarlyStop | None = None
     stop_asked: Callable[[], bool] = lambda: False
-    stopped_early: str = field(default="")
 
 
-def train(job: Job, plan: Plan, state: TrainState) -> None:
-    """Run until the epochs or steps are done, or something says stop. `state` says where to begin."""
-    while not _finished(job, plan, state):
-        job.check_data(state.epoch)
-        for data in steps(job, plan, state):
-            started = time.perf_counter()
-            with job.session.step(state.step) as attempt:
-                reduced = gradients(job, plan, attempt, data)
-            if not check_finite(job, plan, reduced, state.step):
-                state.advance(math.nan, sum(data.step.counts), skipped=True)
-                continue
-            # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
-            seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
-            update_started = time.perf_counter()
-            job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
-            job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
-            lr = current_lr(job)
-            plan.after_step()
-            state.advance(reduced.loss, sum(data.step.counts))
-            report_step(job, plan, state, reduced, lr, time.perf_counter() - started + data.waited_s)
-        _end_epoch(job, plan, state)
+def train(job: Job, plan: Plan) -> None:
+    """Run until the epochs or steps are done, or something says stop. `job.state` says where to begin."""
+    state = job.state
+    while not _finished(job, state):
+        try:
+            go_through_epoch(job, plan, state)
+        except PeerLost as lost:  # nothing of the step in hand has happened
+            before = state.step
+            job.reform(lost)
+            catch_up(job, plan, state, before)
+        except ComputeAgain:  # the state has been put back to where the workers last agreed
+            continue
+
+
+def go_through_epoch(job: Job, plan: Plan, state: TrainState) -> None:
+    """The steps that are left of it, then its end; or up to where the membership changes."""
+    job.session.activity.now(f"checking the data of epoch {state.epoch + 1}")
+    job.check_data(state.epoch)
+    for data in steps(job, state):
+        if one_step(job, plan, state, data) and not _stop_now(job, state):
+            job.reform(None)
+            return
+    _end_epoch(job, plan, state)
+
+
+def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
+    """One transaction. Returns whether all workers have agreed to re-form after it."""
+    started = time.perf_counter()
+    with job.session.step(state.step) as attempt:
+        reduced = gradients(job, plan, attempt, data)
+    notes = [Notes(*row) for row in reduced.notes]
+    if not check_finite(job, plan, reduced, state.step):
+        state.advance(math.nan, sum(data.step.counts), skipped=True)
+        return any(row.change for row in notes)
+    # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
+    seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
+    job.faults.reach("update")
+    update_started = time.perf_counter()
+    job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
+    job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
+    lr = current_lr(job)
+    plan.after_step()
+    state.advance(reduced.loss, sum(data.step.counts))
+    if asked := max(row.stop for row in notes):
+        state.stopped_early = "the script asked to stop"
+        if asked == STOPPED_BY_RUN:
+            state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
+    report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s)
+    if state.step > job.told:
+        job.told = state.step
+        plan.on_step(StepInfo(state.step, state.epoch + 1, reduced.loss, lr, state.samples, job.is_first))
+    return any(row.change for row in notes)
+
+
+def catch_up(job: Job, plan: Plan, state: TrainState, before: int) -> None:
+    """This worker got a step's result from others, who had finished it: its callbacks still hear of the step."""
+    for data in state.news:
+        event = events.from_dict(data)
+        if isinstance(event, events.StepFinished) and event.step > before:
+            job.told = event.step
+            plan.on_step(StepInfo(event.step, event.epoch, event.loss, event.lr, event.samples, job.is_first))
 
 
 @dataclass(frozen=True)
@@ -78,11 +132,14 @@ class Loaded:
     waited_s: float
 
 
-def steps(job: Job, plan: Plan, state: TrainState) -> Iterator[Loaded]:
+def steps(job: Job, state: TrainState) -> Iterator[Loaded]:
     """The epoch's remaining steps, as long as the training is not finished."""
     source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
-    while not _stop_now(job, plan, state):
+    while not _stop_now(job, state):
         started = time.perf_counter()
+        job.session.activity.now("reading data")
+        job.faults.step = state.step + 1
+        job.faults.reach("data")
         data = next(source, None)
         if data is None:
             return
@@ -92,16 +149,31 @@ def steps(job: Job, plan: Plan, state: TrainState) -> Iterator[Loaded]:
 
 def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     """One step's gradient over all microbatches and workers, left in the parameters; parameters stay as they are."""
-    started = time.perf_counter()
+    session = job.session
     weights = job.weights(data.step, data.batches)
+    session.activity.now("computing")
+    started = time.perf_counter()
     job.strategy.begin_step(weights)
     for index, batch in zip(attempt.mine, data.batches, strict=True):
+        session.check()
+        job.faults.reach("forward")
         job.strategy.forward_backward(Microbatch(attempt.step, index, weights[index]), partial(plan.compute, batch))
+    job.faults.stretch(time.perf_counter() - started)
+    session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))
     compute_s = time.perf_counter() - started + job.update_s
-    reduced = job.strategy.reduce([data.waited_s, compute_s, float(plan.stop_asked()), float(data.step.check)])
-    job.check_stream(attempt.step + 1, [notes[3] for notes in reduced.notes])
-    if any(notes[2] for notes in reduced.notes):
-        plan.stopped_early = "the script asked to stop"
+    session.activity.now("adding up the gradients")
+    stop = STOPPED_BY_RUN if session.station.stop_because else float(plan.stop_asked())
+    notes = Notes(
+        data.waited_s,
+        compute_s,
+        stop,
+        data.step.check,
+        session.wants_change,
+        job.guard.due(attempt.step, job.comm.size),
+    )
+    reduced = job.strategy.reduce(list(map(float, notes)))
+    job.check_stream(attempt.step + 1, [Notes(*row).check for row in reduced.notes])
+    job.compare_replicas(attempt.step, [Notes(*row).checksum for row in reduced.notes])
     if reduced.silent:
         shown = ", ".join(reduced.silent[:5]) + (
             f" and {len(reduced.silent) - 5} more" if len(reduced.silent) > 5 else ""
@@ -138,15 +210,15 @@ def check_finite(job: Job, plan: Plan, reduced: Reduced, step: int) -> bool:
             cause="often a learning rate that is too high, a division by zero in the loss, or a bad sample",
             do='lower the learning rate, clip gradients, look at that batch; or go on with on_nonfinite="skip"',
         )
-    job.emit(events.StepSkipped(step=step + 1, because=what))
+    job.commit(events.StepSkipped(step=step + 1, because=what))
     return False
 
 
-def report_step(job: Job, plan: Plan, state: TrainState, reduced: Reduced, lr: float, seconds: float) -> None:
+def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, seconds: float) -> None:
     # Whoever waited least was waited for: what is above that least is waiting, the least itself is communication.
     moving = min(reduced.blocked_s)
     timings = {
-        str(rank): {
+        str(job.worker_at(rank)): {
             "data": round(notes[0], 6),
             "compute": round(notes[1], 6),
             "communication": round(moving, 6),
@@ -154,7 +226,7 @@ def report_step(job: Job, plan: Plan, state: TrainState, reduced: Reduced, lr: f
         }
         for rank, (notes, blocked) in enumerate(zip(reduced.notes, reduced.blocked_s, strict=True))
     }
-    job.emit(
+    job.commit(
         events.StepFinished(
             step=state.step,
             epoch=state.epoch + 1,
@@ -164,33 +236,36 @@ def report_step(job: Job, plan: Plan, state: TrainState, reduced: Reduced, lr: f
             seconds=round(seconds, 6),
             timings=timings,
             grad_norm=job.update.grad_norm,
+            generation=job.session.generation,
         )
     )
-    plan.on_step(StepInfo(state.step, state.epoch + 1, reduced.loss, lr, state.samples, job.is_first))
 
 
 def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:
     started = time.perf_counter()
+    job.session.activity.now(f"evaluating after epoch {state.epoch + 1}")
+    job.faults.reach("evaluate")
     metrics = plan.evaluate()
     seeds.apply(seeds.derive(job.spec.seed, "epoch", state.epoch))
     if metrics:
         state.history.append({"step": state.step, "epoch": state.epoch + 1, **metrics})
         seconds = time.perf_counter() - started
-        job.emit(events.Evaluated(step=state.step, epoch=state.epoch + 1, metrics=metrics, seconds=seconds))
+        job.commit(events.Evaluated(step=state.step, epoch=state.epoch + 1, metrics=metrics, seconds=seconds))
     plan.after_epoch(metrics)
     plan.on_epoch(EpochInfo(state.epoch + 1, state.step, state.epoch_loss, metrics, job.is_first))
     if plan.early_stop and plan.early_stop.should_stop([entry[plan.early_stop.metric] for entry in state.history]):
         best = plan.early_stop
-        plan.stopped_early = f"{best.metric} has not improved for {best.patience} evaluations"
+        state.stopped_early = f"{best.metric} has not improved for {best.patience} evaluations"
     state.next_epoch()
 
 
-def _stop_now(job: Job, plan: Plan, state: TrainState) -> bool:
-    return bool(plan.stopped_early) or (job.spec.max_steps is not None and state.step >= job.spec.max_steps)
+def _stop_now(job: Job, state: TrainState) -> bool:
+    return bool(state.stopped_early) or (job.spec.max_steps is not None and state.step >= job.spec.max_steps)
 
 
-def _finished(job: Job, plan: Plan, state: TrainState) -> bool:
-    return _stop_now(job, plan, state) or (job.spec.epochs is not None and state.epoch >= job.spec.epochs)
+def _finished(job: Job, state: TrainState) -> bool:
+    stopped = _stop_now(job, state) and not state.step_in_epoch  # the epoch's end has been gone through
+    return stopped or (job.spec.epochs is not None and state.epoch >= job.spec.epochs)
 
 
 def current_lr(job: Job) -> float:

@@ -59,6 +59,13 @@ def choose_device(asked: str, worker: int, workers: int) -> torch.device:
     return torch.device("cuda", worker)
 
 
+@torch.no_grad()
+def flip_one_bit(model: nn.Module) -> None:
+    """What a bad memory chip does: one bit of one weight. For fault plans."""
+    first = next(parameter for parameter in model.parameters() if parameter.numel())
+    first.view(-1).view(torch.uint8)[first.element_size() // 2] ^= 1 << 3
+
+
 class Update:
     """What happens to the reduced gradients before the optimizer sees them: L1, then clipping."""
 

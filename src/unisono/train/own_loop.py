@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from unisono.core import events, seeds
-from unisono.core.errors import SetupError
+from unisono.core.errors import PeerLost, SetupError
 from unisono.data.loading import Data
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train import context as contexts
 from unisono.train.finish import finish
+from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job, Request, open_job
-from unisono.train.loop import Loaded, Plan, check_finite, current_lr, report_step, to_device
+from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, Plan, check_finite, current_lr, report_step, to_device
 from unisono.train.options import Clip, Result
-from unisono.train.state import TrainState
 
 
 def attach(
@@ -36,18 +36,22 @@ def attach(
     clip: Clip | None = None,
     microbatches: int | None = None,
     exact: bool = True,
+    travels: Mapping[str, Any] | None = None,
 ) -> tuple[OwnLoop, OwnLoader]:
     """Bind a model, its optimizer and a torch DataLoader to this run.
 
     Returns the run, with `backward`, `step` and `finish`, and the loader to iterate over instead. Dataset, batch size,
     shuffling, collate function and loader processes are taken over from `loader`; its batch size is the whole step's.
+    What else the loop keeps and a worker that joins must have, such as ``{"schedule": scheduler}``, is named in
+    `travels`: objects with state_dict and load_state_dict.
     """
     context = contexts.current()
     context.begin_training()
     data, batch_size = _take_over(loader)
     request = Request(
-        model, optimizer, data, batch_size, microbatches=microbatches, exact=exact, clip=clip, has_end=False
-    )
+        model, optimizer, data, batch_size, microbatches=microbatches, exact=exact, clip=clip, has_end=False,
+        travellers=dict(travels or {}),
+    )  # fmt: skip
     run = OwnLoop(open_job(context, request))
     return run, run.loader
 
@@ -103,7 +107,7 @@ class OwnLoop:
     """The user's side of a run. `loss` is the whole step's after `step` returned True."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.state, self.loader = job, TrainState(), OwnLoader(self)
+        self.job, self.state, self.loader = job, job.state, OwnLoader(self)
         self.loss = math.nan
         self._started_s = time.perf_counter()
         self._step_started_s = 0.0
@@ -114,6 +118,8 @@ class OwnLoop:
         self._loaded: Loaded | None = None
         self._last_batch: Any = None
         self._left_inside_a_step = False
+        self._iterations = 0  # over the loader
+        self._start_over = False  # the membership has changed: the step in hand is dealt out anew
 
     @property
     def is_first_worker(self) -> bool:
@@ -121,29 +127,57 @@ class OwnLoop:
 
     def microbatches(self) -> Iterator[Any]:
         """One epoch, microbatch by microbatch; each starts from its own random state and from the step's buffers."""
-        job, state = self.job, self.state
         self._refuse_half_steps()
-        job.check_data(state.epoch)
-        job.request.model.train()
-        source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
+        epoch, self._iterations = self._iterations, self._iterations + 1
+        if epoch < self.state.epoch or self.state.stopped_early:
+            return  # done before this worker joined, or the run is to end
+        self.job.request.model.train()
         try:
-            while True:
-                self._step_started_s = time.perf_counter()
-                data = next(source, None)
-                if data is None:
+            while self.state.epoch == epoch:
+                yield from self._rest_of_epoch()
+                if not self._start_over:
                     break
-                batches = [to_device(batch, job) for batch in data.batches]
-                self._loaded = Loaded(data, batches, time.perf_counter() - self._step_started_s)
-                yield from self._one_step(self._loaded)
         finally:
-            state.next_epoch()
+            if self.state.epoch == epoch:
+                self.state.next_epoch()
+
+    def _rest_of_epoch(self) -> Iterator[Any]:
+        """From where the run stands to the epoch's end, or to where the membership changes."""
+        job, state, self._start_over = self.job, self.state, False
+        try:
+            job.session.activity.now(f"checking the data of epoch {state.epoch + 1}")
+            job.check_data(state.epoch)
+        except PeerLost as lost:
+            self._reform(lost)
+            return
+        source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
+        while not (self._start_over or state.stopped_early):
+            self._step_started_s = time.perf_counter()
+            job.session.activity.now("reading data")
+            job.faults.step = state.step + 1
+            job.faults.reach("data")
+            data = next(source, None)
+            if data is None:
+                return
+            batches = [to_device(batch, job) for batch in data.batches]
+            self._loaded = Loaded(data, batches, time.perf_counter() - self._step_started_s)
+            yield from self._one_step(self._loaded)
+
+    def _reform(self, lost: PeerLost | None) -> None:
+        self.job.reform(lost)
+        self._deal_again()
+
+    def _deal_again(self) -> None:
+        self._pending, self._due, self._left_inside_a_step, self._start_over = None, "nothing", False, True
 
     def _one_step(self, loaded: Loaded) -> Iterator[Any]:
         job = self.job
         weights = job.weights(loaded.step, loaded.batches)
         job.strategy.begin_step(weights)
         self._compute_started_s = time.perf_counter()
-        mine = [Microbatch(self.state.step, index, weights[index]) for index in job.session.mine]
+        with job.session.step(self.state.step) as attempt:
+            mine = [Microbatch(attempt.step, index, weights[index]) for index in attempt.mine]
+        job.session.activity.now("computing")
         # Samples are dealt out from the front, so microbatches without samples are the last ones.
         full = [
             (microbatch, batch) for microbatch, batch in zip(mine, loaded.batches, strict=True) if batch is not None
@@ -151,11 +185,14 @@ class OwnLoop:
         self._left_over = mine[len(full) :]
         self._left_inside_a_step = True
         for position, (microbatch, batch) in enumerate(full):
+            job.faults.reach("forward")
             job.strategy.begin_microbatch(microbatch)
             self._is_last = position == len(full) - 1
             self._due, self._last_batch = "a backward pass", batch
             yield batch
             self._refuse_missing_calls()
+            if self._start_over:
+                return
         if not full:
             yield from self._go_through_the_motions()
         self._left_inside_a_step = False
@@ -196,18 +233,39 @@ class OwnLoop:
             self.job.strategy.backward(loss)
         else:
             self.job.strategy.forget_forward_pass()
-        if self._is_last:
-            for microbatch in self._left_over:
-                self.job.strategy.begin_microbatch(microbatch)
-                self.job.strategy.end_empty_microbatch()
+        if not self._is_last:
+            return
+        for microbatch in self._left_over:
+            self.job.strategy.begin_microbatch(microbatch)
+            self.job.strategy.end_empty_microbatch()
+        try:
             self._reduce(self._compute_started_s)
+        except PeerLost as lost:  # nothing of this step has happened; the loader deals it out again
+            self._reform(lost)
+        except ComputeAgain:
+            self._deal_again()
 
     def _reduce(self, started: float) -> None:
         assert self._loaded is not None
-        compute_s = time.perf_counter() - started + self.job.update_s
-        notes = [self._loaded.waited_s, compute_s, 0.0, float(self._loaded.step.check)]
-        self._pending = self.job.strategy.reduce(notes)
-        self.job.check_stream(self.state.step + 1, [row[3] for row in self._pending.notes])
+        session = self.job.session
+        self.job.faults.stretch(time.perf_counter() - started)
+        compute_s = time.perf_counter() - started
+        session.activity.measured(compute_s, len(session.mine))
+        session.activity.now("adding up the gradients")
+        stop = STOPPED_BY_RUN if session.station.stop_because else 0.0
+        notes = Notes(
+            self._loaded.waited_s,
+            compute_s + self.job.update_s,
+            stop,
+            self._loaded.step.check,
+            session.wants_change,
+            self.job.guard.due(self.state.step, self.job.comm.size),
+        )
+        reduced = self.job.strategy.reduce(list(map(float, notes)))
+        rows = [Notes(*row) for row in reduced.notes]
+        self.job.check_stream(self.state.step + 1, [row.check for row in rows])
+        self.job.compare_replicas(self.state.step, [row.checksum for row in rows])
+        self._pending = reduced
 
     def step(self) -> bool:
         """Instead of ``optimizer.step()``. Updates after the step's last microbatch, and says whether it did."""
@@ -222,6 +280,7 @@ class OwnLoop:
         assert self._loaded is not None
         check_finite(self.job, self._plan, reduced, self.state.step)
         lr = current_lr(self.job)
+        self.job.faults.reach("update")
         seeds.apply(seeds.derive(self.job.spec.seed, "update", self.state.step))
         update_started = time.perf_counter()
         self.job.strategy.step(reduced.loss, _no_closure)
@@ -229,7 +288,12 @@ class OwnLoop:
         self.loss = reduced.loss
         self._left_inside_a_step = False
         self.state.advance(reduced.loss, sum(self._loaded.step.counts))
-        report_step(self.job, self._plan, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
+        rows = [Notes(*row) for row in reduced.notes]
+        if any(row.stop for row in rows):
+            self.state.stopped_early = self.job.session.station.stop_because or "the run was asked to stop"
+        report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
+        if any(row.change for row in rows) and not self.state.stopped_early:
+            self._reform(None)
 
     def finish(self, **metrics: float) -> Result:
         """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""
@@ -241,7 +305,7 @@ class OwnLoop:
             self.state.history.append({"step": self.state.step, "epoch": self.state.epoch, **metrics})
             self.job.emit(events.Evaluated(step=self.state.step, epoch=self.state.epoch, metrics=metrics, seconds=0.0))
         try:
-            return finish(self.job, self.state, "", time.perf_counter() - self._started_s)
+            return finish(self.job, time.perf_counter() - self._started_s)
         finally:
             self.job.close()
             self.job.context.close()

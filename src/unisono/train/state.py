@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train state: where the run stands, as plain numbers that belong to the run and not to a worker.
 
-Only the loop advances it. Everything here is the same on every worker after every step.
+Only the loop advances it. Everything here is the same on every worker after every step, and travels with the model to
+a worker that joins.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -19,6 +21,13 @@ class TrainState:
     epoch_loss_sum: float = 0.0
     epoch_samples: int = 0
     history: list[dict[str, float]] = field(default_factory=list)  # evaluations
+    stopped_early: str = ""
+    news: list[dict[str, Any]] = field(default_factory=list)  # events of the last commit: its sender may have died
+
+    @property
+    def position(self) -> int:
+        """Grows by one with every step and every end of an epoch."""
+        return self.step + self.epoch
 
     def advance(self, loss: float, samples: int, skipped: bool = False) -> None:
         self.step += 1
@@ -38,3 +47,10 @@ class TrainState:
         self.epoch += 1
         self.step_in_epoch = 0
         self.epoch_loss_sum, self.epoch_samples = 0.0, 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def take(self, data: dict[str, Any]) -> None:
+        for name, value in data.items():
+            setattr(self, name, value)

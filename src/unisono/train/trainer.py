@@ -24,7 +24,6 @@ from unisono.train.finish import finish
 from unisono.train.job import Job, Request, open_job
 from unisono.train.loop import Plan, to_device, train
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
-from unisono.train.state import TrainState
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -87,7 +86,7 @@ class Trainer:
         self._check_options(batch_norm)
         self._request = Request(
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
-            schedule, count,
+            schedule, count, travellers={"schedule": schedule} if hasattr(schedule, "state_dict") else {},
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
@@ -137,7 +136,7 @@ class Trainer:
         """Train to the end and return the result. Raises `UnisonoError` for what Unisono can explain."""
         context = contexts.current()
         context.begin_training()
-        started, state = time.perf_counter(), TrainState()
+        started = time.perf_counter()
         try:
             job = open_job(context, self._request)
             try:
@@ -145,8 +144,8 @@ class Trainer:
                 plan = self._plan(job)
                 for callback in self.callbacks:
                     callback.on_start(self)
-                train(job, plan, state)
-                result = finish(job, state, plan.stopped_early, time.perf_counter() - started)
+                train(job, plan)
+                result = finish(job, time.perf_counter() - started)
             finally:
                 job.close()
             for callback in self.callbacks:

@@ -23,23 +23,30 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from unisono.core import events, process, seeds
+from unisono.core import events, process, seeds, stacks
 from unisono.core.errors import (
     InternalError,
     ModelMismatch,
     NothingTrained,
+    Preempted,
     ScriptFailed,
     ScriptSyntax,
     UnisonoError,
     WorkerLost,
 )
+from unisono.core.faults import parse_plan
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
-from unisono.train.context import Context, set_current
+from unisono.elastic.activity import Pulse
+from unisono.elastic.fault_points import FaultPoints
+from unisono.elastic.station import Departed, Manned
+from unisono.train.context import Context, Place, set_current
 from unisono.wire.channel import FD_VARIABLE, Channel
 
-VARIABLE = "UNISONO_WORKER"  # JSON: {"worker": 0, "spec": {...}, "scratch": "/tmp/...", "meeting_point": "..."}
+VARIABLE = "UNISONO_WORKER"  # JSON: what the host tells it; see control.local_workers
 
 _TENSOR_ARRIVES = os.path.join("torch", "multiprocessing", "reductions.py")
 _SCREEN = 20_000  # characters of a traceback that are worth showing
@@ -50,8 +57,8 @@ def main() -> int:
     with contextlib.suppress(Exception):  # a crash in native code then names the user's line in the log
         faulthandler.enable()
     settings = json.loads(os.environ.pop(VARIABLE))
+    stacks.write_on_request(Path(settings["scratch"]))
     channel = Channel(int(os.environ.pop(FD_VARIABLE)))
-    channel.leave_with_supervisor()
     # For multiprocessing's sockets: a directory of its own would outlive a killed worker, this one ends with the run.
     multiprocessing.process.current_process()._config["tempdir"] = settings["scratch"]  # type: ignore[attr-defined]
     spec = RunSpec(**settings["spec"])
@@ -60,11 +67,24 @@ def main() -> int:
     def emit(event: events.Event) -> None:
         channel.send(dataclasses.replace(event, worker=worker))
 
-    # Absolute: a script may change its working directory.
-    context = Context(spec, RunDir(Path(spec.run_dir).absolute()), worker, emit, settings["meeting_point"])
+    station = Manned(worker, channel.tell)
+    channel.listen(station.hear)
+    context = Context(
+        spec,
+        RunDir(Path(spec.run_dir).absolute()),  # a script may change its working directory
+        worker,
+        emit,
+        station,
+        place=_place(settings, worker),
+    )
     set_current(context)
-    emit(events.WorkerStarted(pid=os.getpid(), host=socket.gethostname()))
+    emit(events.WorkerStarted(pid=os.getpid(), host=socket.gethostname(), replaces=settings["replaces"]))
+    pulse = Pulse(worker, context.activity, channel.tell)
+    pulse.start()
+    _leave_on_signals(context, pulse)
     try:
+        if context.place and context.place.faults:
+            FaultPoints(context.place.faults, emit, {}).reach("start")
         _run_script(spec)
         if not context.trainings:
             raise NothingTrained(
@@ -72,6 +92,10 @@ def main() -> int:
                 cause="it called neither Trainer.fit nor unisono.attach",
                 do='call trainer.fit(), also when the file guards it with if __name__ == "__main__"',
             )
+    except Departed as departed:
+        if departed.failure is not None:
+            emit(events.Notice(code="departed", text=str(departed.failure)))
+        return departed.failure.exit_code if departed.failure else Preempted.exit_code
     except BaseException as error:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
         failure = _explain(error)
@@ -81,10 +105,44 @@ def main() -> int:
         # What Unisono itself has found needs no stack on the screen; the log has it.
         theirs = isinstance(failure, ScriptFailed | ModelMismatch | InternalError)
         shown = trace[-_SCREEN:] if theirs and not isinstance(error, NothingTrained | SystemExit) else ""
-        emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown))
+        emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown, step=context.activity.step))
         return failure.exit_code
     channel.farewell()
     return 0
+
+
+def _place(settings: dict[str, Any], worker: int) -> Place:
+    faults = parse_plan(settings["faults"], "--faults").of(worker) if settings["faults"] else ()
+    return Place(
+        Path(settings["scratch"]),
+        settings["host"],
+        settings["slot"],
+        settings["local"],
+        settings["bind"],
+        settings["credentials"],
+        faults,
+    )
+
+
+def _leave_on_signals(context: Context, pulse: Pulse) -> None:
+    """The machine is wanted back: leave at the next step boundary. Processes that the script forks do not do so."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        context.activity.leaving = f"asked to leave by {process.signal_name(number)}"
+        pulse.leave_now.set()
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    for number in numbers:
+        signal.signal(number, leave)
+    parent = os.getpid()
+
+    def reset_in_child() -> None:
+        if os.getpid() != parent:
+            for number in numbers:
+                if signal.getsignal(number) is leave:
+                    signal.signal(number, signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=reset_in_child)
 
 
 def _run_script(spec: RunSpec) -> None:
@@ -116,6 +174,13 @@ def _explain(error: BaseException) -> UnisonoError:
         return error
     if isinstance(error, SystemExit):
         return ScriptFailed(f"the script left with sys.exit({error.code!r})", where=where)
+    if isinstance(error, MemoryError) or type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
+        return WorkerLost(
+            process.describe(error),
+            where=where,
+            cause="this worker's memory, or its device, gave out",
+            do="a smaller batch or more microbatches; fewer workers or loader processes on this machine",
+        )
     kind = ScriptSyntax if isinstance(error, SyntaxError) else ScriptFailed
     return kind(process.describe(error), where=where)
 

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connections of one generation, and the waiting: whoever waits moves the bytes of all.
+
+There is no background thread. The first thread to wait pumps all links; others who wait meanwhile sleep, and one of
+them takes over when the pumping thread has what it came for. The lock is held while bytes move, never while waiting.
+A generation that has failed stays failed: every later call raises the same loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch import uint8 as BYTES
+
+from unisono.comm.mesh_link import Broken, Count, Link, Loss
+from unisono.comm.mesh_talk import Wire
+from unisono.comm.seam import Message
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in this process's memory; keeps the tensor alive."""
+    if not tensor.is_contiguous():
+        raise ValueError("only contiguous tensors can be exchanged")
+    return tensor.detach().reshape(-1).view(BYTES).numpy().data
+
+
+class Exchange(Count):
+    """The pending result of one `Pump.exchange`."""
+
+    __slots__ = ("_pump",)
+
+    def __init__(self, pump: Pump, left: int) -> None:
+        super().__init__(left)
+        self._pump = pump
+
+    def wait(self) -> None:
+        if self.left:
+            self._pump.wait(self)
+
+
+def _broke(link: Link, error: OSError) -> Loss:
+    return Loss(f"the connection to worker {link.worker} broke", link.worker, str(error))
+
+
+class Pump:
+    """`sockets` by rank, `workers` the ids of all ranks."""
+
+    def __init__(
+        self,
+        generation: int,
+        own: int = 0,
+        sockets: Mapping[int, Wire] | None = None,
+        workers: Sequence[int] = (),
+        patience_s: float = 1800.0,
+    ) -> None:
+        self.generation = generation
+        self._own, self._patience_s = own, patience_s
+        self._lock = threading.Lock()
+        self._change = threading.Condition(self._lock)
+        self._loss: Loss | None = None
+        self._pumping = self._retired = self._dropped = False
+        self._left: list[Link] = []
+        self._sleeping = 0  # threads that wait while another pumps
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._links = {rank: Link(sock, workers[rank]) for rank, sock in (sockets or {}).items()}
+        self._by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
+        for descriptor, link in self._by_descriptor.items():
+            link.interest = select.EPOLLIN
+            self._epoll.register(descriptor, link.interest)
+            if not link.drained:  # TLS may have read on past the hello
+                self._read(link)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Exchange:
+        """Post everything, and send what the sockets take at once."""
+        self._raise_loss()  # a generation that was never formed has no links
+        pending = Exchange(self, len(sends) + len(receives))
+        outgoing = [(self._links[message.peer], memory_of(message.tensor)) for message in sends]
+        incoming = [(self._links[message.peer], memory_of(message.tensor)) for message in receives]
+        with self._lock:
+            self._raise_loss()
+            for link, memory in incoming:
+                try:
+                    link.post_receive(tag, memory, pending)
+                except Broken as broken:
+                    self._lose(broken.loss)
+            for link, memory in outgoing:
+                link.post_send(tag, memory, pending)
+            for link in dict.fromkeys(link for link, _ in outgoing):
+                self._write(link)
+            self._miss_those_who_left()
+        return pending
+
+    def wait(self, pending: Count) -> None:
+        deadline = time.monotonic() + self._patience_s
+        with self._lock:
+            while pending.left:
+                self._raise_loss()
+                if not self._pumping:
+                    self._pump(pending, deadline)
+                    continue
+                self._sleeping += 1
+                try:
+                    self._change.wait(max(0.0, deadline - time.monotonic()))
+                finally:
+                    self._sleeping -= 1
+                if time.monotonic() >= deadline:
+                    self._lose(self._silence())
+
+    def fail(self, loss: Loss) -> None:
+        """From any thread: end every wait. The first loss counts."""
+        with self._lock:
+            self._lose(loss)
+
+    def drop(self) -> None:
+        """For tests of faults: neither read nor write any more, as if the cable were cut."""
+        with self._lock:
+            self._dropped = True
+            for link in self._links.values():
+                if link.interest and not self._retired:
+                    self._epoll.unregister(link.sock.fileno())
+                link.interest = 0
+
+    def retire(self) -> None:
+        """Leave the generation: tell the others, end every wait here, close the connections."""
+        with self._lock:
+            if self._retired:
+                return
+            blamed = self._loss.worker if self._loss else None
+            self._lose(Loss(f"generation {self.generation} was left behind"))
+            for link in self._links.values():
+                if link.interest:
+                    with contextlib.suppress(OSError):
+                        link.say_goodbye(blamed)
+            self._retired = True
+            if not self._pumping:
+                self.forget()
+
+    def forget(self) -> None:
+        """Close what this process has open, without a word and without a lock."""
+        self._retired = True
+        self._loss = self._loss or Loss(f"generation {self.generation} does not belong to this process")
+        for link in self._links.values():
+            link.sock.close()
+        self._epoll.close()
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---- all below with the lock held
+
+    def _raise_loss(self) -> None:
+        if self._loss is not None:
+            raise self._loss.error()
+
+    def _lose(self, loss: Loss) -> None:
+        if self._loss is None:
+            self._loss = loss
+            os.eventfd_write(self._wake, 1)
+            self._change.notify_all()
+
+    def _pump(self, pending: Count, deadline: float) -> None:
+        """Move bytes until `pending` is complete or the generation is lost."""
+        self._pumping = True
+        try:
+            while pending.left and self._loss is None:
+                self._lock.release()
+                try:
+                    ready = self._epoll.poll(max(0.0, deadline - time.monotonic()))
+                finally:
+                    self._lock.acquire()
+                if not ready and time.monotonic() >= deadline:
+                    self._lose(self._silence())
+                for descriptor, events in ready:
+                    if descriptor == self._wake:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(descriptor)
+                    elif not self._dropped:
+                        self._serve(self._by_descriptor[descriptor], events)
+                if self._sleeping:
+                    self._change.notify_all()
+        finally:
+            self._pumping = False
+            if self._retired:
+                self.forget()
+            if self._sleeping:
+                self._change.notify_all()
+
+    def _serve(self, link: Link, events: int) -> None:
+        if events & ~select.EPOLLOUT:
+            self._read(link)
+        if link.has_more:
+            self._write(link)
+
+    def _read(self, link: Link) -> int:
+        taken = 0
+        try:
+            taken = link.read()
+        except Broken as broken:
+            self._lose(self._as_seen_here(broken.loss, link))
+        except OSError as error:
+            self._lose(_broke(link, error))
+        if link.left:
+            self._unlink(link)
+        return taken
+
+    def _write(self, link: Link) -> None:
+        if self._dropped or not link.interest:
+            return
+        try:
+            link.write()
+        except OSError as error:
+            while self._read(link) and not link.left:  # its last words, if any, say more than our broken pipe
+                pass
+            if not link.left:
+                self._lose(_broke(link, error))
+            return
+        interest = select.EPOLLIN | (select.EPOLLOUT if link.has_more else 0)
+        if interest != link.interest:
+            link.interest = interest
+            self._epoll.modify(link.sock.fileno(), interest)
+
+    def _unlink(self, link: Link) -> None:
+        """Its end has come; a closed connection would always be ready to read."""
+        if link.interest:
+            self._epoll.unregister(link.sock.fileno())
+            link.interest = 0
+        self._left.append(link)
+        self._miss_those_who_left()
+
+    def _miss_those_who_left(self) -> None:
+        for link in self._left:
+            if link.expects or link.has_more:
+                what = f"worker {link.worker} has left generation {self.generation}"
+                self._lose(Loss(what, link.worker, "its script ended, or it stopped before the others"))
+
+    def _as_seen_here(self, loss: Loss, link: Link) -> Loss:
+        """Whoever says that it lost us is the one that we have lost."""
+        return Loss(f"the connection to worker {link.worker} broke", link.worker) if loss.worker == self._own else loss
+
+    def _silence(self) -> Loss:
+        late = next((link for link in self._links.values() if link.expects or link.has_more), None)
+        who = f"worker {late.worker}" if late else "any worker"
+        return Loss(f"nothing was heard of {who} for {self._patience_s:g} s", late.worker if late else None)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One connection from its first packet to the hello: connect, TLS, who are you.
+
+A `Talk` is written as a generator that yields what it waits for (EPOLLIN or EPOLLOUT), so that a meeting can carry
+on many at once and drop any of them at any point. Who may join is decided by `mesh_door`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Generator
+from select import EPOLLIN, EPOLLOUT
+
+from unisono.comm.mesh_address import HELLO_BYTES, Address, Hello
+from unisono.comm.mesh_tls import SecureSocket, Tls
+
+_UNIX_BUFFER_BYTES = 4 << 20
+
+Steps = Generator[int, None, None]
+Wire = socket.socket | SecureSocket
+
+
+class Talk:
+    """`sock` changes when TLS wraps it, its file descriptor does not."""
+
+    def __init__(self, sock: socket.socket, worker: int | None = None) -> None:
+        sock.setblocking(False)
+        self.sock: Wire = sock
+        self._plain = sock
+        self.worker = worker  # whom we call; None for one who calls us
+        self.began_s = time.monotonic()
+        self.hello: Hello | None = None  # what the other side said
+        self.steps: Steps
+
+    def call(self, target: Address, near: bool, tls: Tls | None, hello: Hello) -> Steps:
+        """Until the other side has welcomed us to the generation."""
+        code = self._plain.connect_ex(target.path if near else (target.ip, target.port))
+        if code == errno.EINPROGRESS:
+            yield EPOLLOUT
+            code = self._plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        if not near:
+            yield from self._secure(tls, calling=True)
+        self.sock.send(hello.encode())  # fits the empty buffer of a new connection
+        yield from self._listen()
+
+    def answer(self, near: bool, tls: Tls | None) -> Steps:
+        """Until the other side has said who it is. `welcome` is for the caller to decide."""
+        if not near:
+            yield from self._secure(tls, calling=False)
+        yield from self._listen()
+
+    def welcome(self, hello: Hello) -> None:
+        """Raises OSError when whoever called has hung up meanwhile."""
+        with contextlib.suppress(BlockingIOError):
+            self.sock.recv(1)
+            raise ConnectionError("the caller hung up or did not wait for an answer")
+        self.sock.send(Hello(hello.generation, hello.to, hello.worker).encode())
+
+    def _secure(self, tls: Tls | None, calling: bool) -> Steps:
+        self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if tls is None:
+            return
+        secured = self.sock = tls.wrap(self._plain, calling)
+        while True:
+            try:
+                secured.handshake()
+                return
+            except BlockingIOError:
+                yield EPOLLIN
+
+    def _listen(self) -> Steps:
+        data = b""
+        while len(data) < HELLO_BYTES:  # not a byte more: tensors may follow at once
+            try:
+                more = self.sock.recv(HELLO_BYTES - len(data))
+            except BlockingIOError:
+                yield EPOLLIN
+                continue
+            if not more:
+                raise ConnectionError("the other side hung up before it said hello")
+            data += more
+        self.hello = Hello.parse(data)
+
+
+def socket_for(target: Address, near: bool) -> socket.socket:
+    if near:
+        return near_socket()
+    return socket.socket(socket.AF_INET6 if ":" in target.ip else socket.AF_INET, socket.SOCK_STREAM)
+
+
+def near_socket() -> socket.socket:
+    """For unix sockets, whose buffers do not grow by themselves as TCP's do."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    widen(sock)
+    return sock
+
+
+def widen(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of a worker and its loader processes, taken from outside, also when Python itself is stuck.
+
+Each process writes its stack to a file when it gets `SIGNAL`: the handler is in C and needs no interpreter lock. The
+host sends the signal, reads the files and finds the user's line. A stopped process answers only when it wakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+from unisono.core import process
+
+SIGNAL = signal.SIGRTMIN + 7
+_LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_files: list[object] = []  # faulthandler keeps only the number of the descriptor
+
+
+def write_on_request(folder: Path) -> None:
+    """From now on this process answers `SIGNAL` with its stack."""
+    with contextlib.suppress(OSError, ValueError):
+        file = (folder / f"stack-{os.getpid()}").open("w")
+        _files.append(file)
+        faulthandler.register(SIGNAL, file=file, all_threads=True)
+
+
+def ask(folder: Path, pids: list[int], patience_s: float) -> dict[int, str]:
+    """Each process's stack as text, of those that answer in time."""
+    before = {pid: _size(folder, pid) for pid in pids}
+    for pid in pids:
+        if before[pid] is not None:
+            with contextlib.suppress(OSError):
+                os.kill(pid, SIGNAL)
+    deadline_s = time.monotonic() + patience_s
+    found: dict[int, str] = {}
+    while time.monotonic() < deadline_s and len(found) < len(pids):
+        time.sleep(0.02)
+        for pid, size in before.items():
+            if size is not None and pid not in found and (_size(folder, pid) or 0) > size:
+                time.sleep(0.02)  # the rest of it
+                found[pid] = (folder / f"stack-{pid}").read_text(errors="replace")[size:]
+    return found
+
+
+def _size(folder: Path, pid: int) -> int | None:
+    try:
+        return (folder / f"stack-{pid}").stat().st_size
+    except OSError:
+        return None
+
+
+def main_thread(text: str) -> list[tuple[str, int, str]]:
+    """(file, line, function) of the last thread in the text, which is the main one, innermost first."""
+    blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
+    frames = [[(m["file"], int(m["line"]), m["name"]) for m in _LINE.finditer(block)] for block in blocks if block]
+    return frames[-1] if frames else []
+
+
+def user_line(text: str) -> str:
+    """``data.py:73, in __getitem__: image = read(path)``, the innermost line of the user's, or an empty string."""
+    for file, line, name in main_thread(text):
+        if process.is_user_code(file):
+            source = linecache.getline(file, line).strip()
+            return f"{file}:{line}, in {name}: {source}".rstrip(": ")
+    return ""

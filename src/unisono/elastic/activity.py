@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this worker is doing, kept by the loop, and the pulse: a thread that tells it to the coordinator.
+
+The pulse looks at the main thread's stack from outside: which line of the user's it is in, and whether it waits for
+other workers. So nothing on the way of a step has to say so, and a step costs two assignments.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+
+from unisono.core import process
+from unisono.wire import messages as m
+
+PULSE_S = 0.5
+_HOUSE = str(Path(__file__).parents[1]) + os.sep
+_WAITING_FILES = tuple(
+    _HOUSE + name for name in (f"comm{os.sep}", f"parallel{os.sep}overlap.py", f"elastic{os.sep}station.py")
+)
+
+
+@dataclass
+class Activity:
+    doing: str = "starting"
+    step: int = 0  # finished ones
+    generation: int = 0
+    busy: str = ""  # what it has said will take long
+    per_microbatch_s: float = 0.0
+    leaving: str = ""  # set by a signal
+
+    def now(self, doing: str) -> None:
+        self.doing = doing
+
+    def measured(self, seconds: float, microbatches: int) -> None:
+        """A moving average over about ten steps; the first few count in full."""
+        each = seconds / max(1, microbatches)
+        self.per_microbatch_s += (each - self.per_microbatch_s) * (0.1 if self.per_microbatch_s else 1.0)
+
+
+class Pulse:
+    """Tells the coordinator, twice a second, what this worker is doing. `leave_now` may be set by a signal handler."""
+
+    def __init__(self, worker: int, activity: Activity, tell: Callable[[m.Message], None]) -> None:
+        self.worker, self.activity, self.tell = worker, activity, tell
+        self.leave_now = threading.Event()
+        self._main = threading.main_thread().ident or 0
+        self._last: tuple[object, ...] = ()
+        self._since_s = time.monotonic()
+
+    def start(self) -> None:
+        threading.Thread(target=self._beat, name="unisono-pulse", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            if self.leave_now.wait(PULSE_S):
+                self.leave_now.clear()
+                self.tell(m.Leaving(worker=self.worker, because=self.activity.leaving))
+            self.tell(self.status())
+
+    def status(self) -> m.Status:
+        frames = sys._current_frames()
+        waits = is_waiting(frames.get(self._main)) or self._lockstep_waits(frames)
+        now = (self.activity.doing, self.activity.step, self.activity.generation, waits)
+        if now != self._last:
+            self._last, self._since_s = now, time.monotonic()
+        return m.Status(
+            worker=self.worker,
+            generation=self.activity.generation,
+            step=self.activity.step,
+            doing=self.activity.busy or self.activity.doing,
+            waits=waits,
+            busy=bool(self.activity.busy),
+            for_s=round(time.monotonic() - self._since_s, 2),
+            where=user_frame(frames.get(self._main)),
+            per_microbatch_s=round(self.activity.per_microbatch_s, 6),
+        )
+
+    def _lockstep_waits(self, frames: dict[int, FrameType]) -> bool:
+        """Synchronised batch norm computes in threads of its own; one of them may wait for other workers."""
+        return any(
+            is_waiting(frames.get(thread.ident or 0))
+            for thread in threading.enumerate()
+            if thread.name.startswith("unisono-lockstep")
+        )
+
+
+def is_waiting(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_WAITING_FILES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _is_users(filename: str) -> bool:
+    return process.is_user_code(filename)
+
+
+def user_frame(frame: FrameType | None) -> str:
+    """``train.py:41, in forward: x = self.fc(x)``: the innermost line of the user's own code."""
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}: {line}".rstrip(": ")
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`unisono.first_worker()`: who may go in first, and when the others may follow. Pure bookkeeping.
+
+The n-th use in a script is one place. The lowest-numbered worker goes in alone; when it is through, everybody may.
+If it dies inside, the next one goes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Turns:
+    done: list[int] = field(default_factory=list)  # places that somebody has been through
+    waiting: dict[int, set[int]] = field(default_factory=dict)  # place: workers
+    inside: dict[int, int] = field(default_factory=dict)  # place: the first worker, while it is in there
+
+    def hear(self, worker: int, number: int, through: bool) -> None:
+        if not through:
+            self.waiting.setdefault(number, set()).add(worker)
+        elif number not in self.done:
+            self.done.append(number)
+            self.inside.pop(number, None)
+
+    def grants(self, there: list[int]) -> Iterator[tuple[int, int]]:
+        """(place, worker) for everyone who may go in now; `there` are the workers that still live."""
+        for number, workers in self.waiting.items():
+            if number in self.done:
+                for worker in sorted(workers):
+                    yield number, worker
+                workers.clear()
+                continue
+            if self.inside.get(number) in there:
+                continue
+            self.inside.pop(number, None)
+            if there and min(there) in workers:
+                first = min(there)
+                workers.discard(first)
+                self.inside[number] = first
+                yield number, first
