@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-text test check format bench clean setup
+.PHONY: demo demo-text demo-kill test check format bench clean setup
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ demo: setup  ## the digit CNN on two workers, then on one: the same hash
 
 demo-text: setup  ## a small language model on the source of Python's standard library
 	@$(BIN)/python examples/demo.py --text
+
+demo-kill: setup  ## two of four workers are killed on the way: the hash does not change
+	@$(BIN)/python examples/07_killed.py
 
 test: setup  ## the whole test suite
 	$(BIN)/python -m pytest

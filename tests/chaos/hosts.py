@@ -37,7 +37,8 @@ _KINDS = {"net": _NEWNET, "uts": 0x04000000, "ipc": 0x08000000, "mnt": 0x0002000
 _READY_S = 10.0
 
 # The life of a host. Files of its own lie in a tmpfs that nobody else sees; /sys is mounted anew to show the host's own
-# devices. With CHLD ignored the kernel takes orphans away, and the end of stdin is the end of the host.
+# devices. With CHLD ignored the kernel takes orphans away, and the end of stdin is the end of the host. (A shell's own
+# `read` would not do: it fails when an orphan dies.)
 _INIT = """
 set -e
 hostname "$0"
@@ -53,9 +54,8 @@ done
 umount -l /mnt
 mount -t tmpfs none /dev/shm
 ip link set lo up
-trap '' CHLD
 echo ready
-read end
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 
 

@@ -3,34 +3,35 @@
 
     with Lab(tmp_path) as lab:
         run, b = lab.run("--workers", "1:2"), lab.host("b")
-        agent = lab.join(b)
-        lab.wait_for_members(run, 2)
+        agent = lab.join(b, run)
+        wait_for_members(run, 0, 1)
         lab.go()                        # the rest at full speed
-        finished = lab.finish(run)
+        check(run, expected)
 
-Host a is where the run lives. Steps take a while until `go`, more the longer it takes, so that what a test does in the
-middle of a run is in the middle, however busy the machine is.
+Steps take a while until `go`, later ones longer, so that what a test does in the middle of a run is in the middle,
+however busy the machine is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+
+import psutil
 
 from chaos.hosts import Host, HostProcess, Network
 from multiproc.running import Finished
 from unisono.core import events
 
 UNISONO = [sys.executable, "-m", "unisono.cli"]
-STEPS = 100
+STEPS = 60
 PATTERN = b"these bytes are a tensor of the model"  # in every copy of the model's state
 SCRIPT = f"""
+import json
 import sys
 import time
 from pathlib import Path
@@ -40,14 +41,17 @@ from torch import nn
 
 import unisono
 
-GO = Path(sys.argv[1])
-DATA_FILE = Path("data.pt")
+GO, DATA_FILE = Path(sys.argv[1]), Path("data.json")
 
 
 class Paced(unisono.Callback):
+    ticks = 0
+
     def on_step(self, info):
-        until_s = time.monotonic() + (0.05 if info.step < {STEPS // 2} else 0.5)
+        until_s = time.monotonic() + min(1.0, 0.05 * 1.1**info.step)
         while time.monotonic() < until_s and not GO.exists():
+            print("tick", self.ticks, flush=True)
+            self.ticks += 1
             time.sleep(0.01)
 
 
@@ -64,7 +68,7 @@ class Net(nn.Module):
 torch.manual_seed(1)
 data = torch.randn(64, 4)
 if DATA_FILE.exists():
-    data = torch.load(DATA_FILE)
+    data = torch.tensor(json.loads(DATA_FILE.read_text()))
 DATA = torch.utils.data.TensorDataset(data, torch.randint(0, 2, (64,)))
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -81,93 +85,85 @@ unisono.Trainer(
 
 
 class Lab:
-    """A network, a folder that all hosts see, and what runs there."""
+    """A network, a folder that all hosts see, and what runs there. Each host has a temporary directory of its own."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str | None] | None = None) -> None:
-        self.folder, self.env = folder, env
-        self.net = Network()
+    def __init__(self, folder: Path, mtu: int = 60_000, script: str = SCRIPT) -> None:
+        self.folder, self.net = folder, Network(mtu)
         self._go = folder / "go"
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(script)
 
     def __enter__(self) -> Lab:
         self.net.__enter__()
         try:
-            self.a = self.net.host("a")
+            self.a = self.host("a")
         except BaseException:
             self.net.__exit__()
             raise
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.net.__exit__()
 
-    def host(self, name: str, **how: Mapping[str, str | None]) -> Host:
-        return self.net.host(name, hosts_overrides=how.get("overrides"))
+    def host(self, name: str, hosts_overrides: Mapping[str, str | None] | None = None) -> Host:
+        host = self.net.host(name, hosts_overrides)
+        host.run(["mount", "-t", "tmpfs", "none", os.environ["TMPDIR"]], folder=self.folder)
+        return host
 
-    def run(self, *options: str) -> HostProcess:
+    def run(self, *options: str, listen: str = "") -> HostProcess:
         """A run on host a that listens there."""
-        command = ["run", "train.py", "--listen", self.a.ip, *options, "--", str(self._go)]
-        return self.a.start([*UNISONO, *command], self.folder, self.env)
-
-    def line(self, run: HostProcess) -> tuple[str, str]:
-        """Address and secret, as the run has printed them for people to copy."""
-        found = run.until(lambda: re.search(r"^join: unisono join (\S+) --secret (\S+)$", run.output, re.M), "the line")
-        return found[1], found[2]
+        command = ["run", "train.py", "--listen", listen or self.a.ip, *options, "--", str(self._go)]
+        return self.a.start([*UNISONO, *command], self.folder)
 
     def join(
-        self,
-        host: Host,
-        run: HostProcess,
-        *options: str,
-        folder: Path | None = None,
-        env: Mapping[str, str | None] | None = None,
+        self, host: Host, run: HostProcess, *options: str, folder: Path | None = None, **env: str | None
     ) -> HostProcess:
-        address, secret = self.line(run)
-        command = ["join", address, "--secret", secret, *options]
-        return host.start([*UNISONO, *command], folder or self.folder, {**(self.env or {}), **(env or {})})
+        address, secret = line_of(run)
+        return host.start([*UNISONO, "join", address, "--secret", secret, *options], folder or self.folder, env)
 
     def go(self) -> None:
         """No more waiting in the steps that are left."""
         self._go.touch()
 
-    def finish(self, run: HostProcess, timeout_s: float = 60) -> Finished:
-        self.go()
-        return run.wait(timeout_s)
-
     def left_on(self, host: Host, within_s: float = 2.0) -> list[str]:
-        """Processes, listening sockets and shared memory on a host, of those that do not go away in time."""
+        """Processes of a host that do not go away in time, and its listening sockets, files and shared memory."""
         deadline_s = time.monotonic() + within_s
-        while (pids := host.pids()) and time.monotonic() < deadline_s:
+        while host.pids() and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        found = [f"process {pid}" for pid in pids]
-        seen = host.run(["sh", "-c", "ss -Hltn; ls /dev/shm"]).output
-        return found + seen.split("\n")[:-1]
+        processes = [" ".join(psutil.Process(pid).cmdline()) for pid in host.pids()]
+        look = ["sh", "-c", "ss -Hltn; ls /dev/shm; find $TMPDIR -name 'unisono-*'"]
+        return processes + host.run(look, folder=self.folder).output.splitlines()
 
 
-def generations(run: HostProcess | Finished) -> list[events.MembershipChanged]:
-    return run.events_of(events.MembershipChanged)
-
-
-def removals(run: HostProcess | Finished) -> dict[int, tuple[str, str]]:
-    """Worker: host, and how it went."""
-    return {event.who: (event.host, event.how) for event in run.events_of(events.WorkerRemoved)}
+def line_of(run: HostProcess) -> tuple[str, str]:
+    """Address and secret, as the run has printed them for people to copy."""
+    pattern = re.compile(r"^join: unisono join (\S+) --secret (\S+)$", re.MULTILINE)
+    found = run.until(lambda: pattern.search(run.output), "the line that says how to join")
+    return found[1], found[2]
 
 
 def wait_for_members(run: HostProcess, *members: int, timeout_s: float = 60) -> events.MembershipChanged:
     """Until the run goes on with exactly these workers."""
 
     def formed() -> events.MembershipChanged | None:
-        latest = generations(run)[-1:]
+        latest = run.events_of(events.MembershipChanged)[-1:]
         return latest[0] if latest and sorted(latest[0].members) == sorted(members) else None
 
-    return run.until(formed, f"the members {members}", timeout_s)
+    return run.until(formed, f"a generation of workers {members}", timeout_s)
 
 
-def hosts_of(run: HostProcess | Finished) -> dict[int, str]:
-    return {event.worker: event.host for event in run.events_of(events.WorkerStarted) if event.worker is not None}
+def removed(run: HostProcess | Finished) -> list[tuple[int, str, str]]:
+    """Who, of which host, and how, in order."""
+    return [(event.who, event.host, event.how) for event in run.events_of(events.WorkerRemoved)]
 
 
-def temporary_folders() -> list[str]:
-    with contextlib.suppress(OSError):
-        return [path.name for path in Path(os.environ["TMPDIR"]).glob("unisono-*")]
-    return []
+def ticks(run: Finished, worker: int) -> list[int]:
+    """What the script counts aloud while it waits in its steps, from the worker's log."""
+    return [int(line.split()[1]) for line in run.log(worker).splitlines() if line.startswith("tick ")]
+
+
+def check(run: HostProcess, expected: str, timeout_s: float = 60) -> Finished:
+    """The run's end: exit code 0, the expected weights, and every step once in its record."""
+    finished = run.wait(timeout_s)
+    assert finished.weights_sha256 == expected, finished.output
+    assert [event.step for event in finished.events_of(events.StepFinished)] == list(range(1, STEPS + 1))
+    return finished

@@ -140,6 +140,7 @@ class Watch:
         self.coordinator = 0
         self.members: list[int] = []
         self.step = 0
+        self.settled: list[int] = []  # members that have finished a step together, so all of them hold the state
         self.killed: list[int] = []
         self._place = 0
         self._shared_before = set(_shared_memory())
@@ -171,7 +172,7 @@ class Watch:
         elif isinstance(event, events.MembershipChanged):
             self.members = event.members
         elif isinstance(event, events.StepFinished):
-            self.step = event.step
+            self.step, self.settled = event.step, self.members
 
     def of(self, kind: type[T]) -> list[T]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -210,6 +211,16 @@ class Watch:
         for worker in workers:
             self.signal(worker, signal.SIGKILL)
             self.killed.append(worker)
+
+    def kill_coordinator(self) -> None:
+        """And wait until another has come."""
+        self.look()
+        dead = self.coordinator
+        os.kill(dead, signal.SIGKILL)
+        self.until(lambda: self.coordinator != dead, "another coordinator")
+
+    def exit_of(self, worker: int) -> events.WorkerExited | None:
+        return next((event for event in self.of(events.WorkerExited) if event.worker == worker), None)
 
     def hurry(self, timeout_s: float = 60, expect: int | None = 0) -> Finished:
         """Let it run to its end without pauses."""

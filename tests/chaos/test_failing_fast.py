@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever dies, however: the run ends at once, says who and why, leaves nothing behind, and starts again.
+"""Whoever dies, however: a run that ends ends at once, says who and why, leaves nothing behind, and starts again.
+
+With ``--max-restarts 0`` nobody is replaced, and the first death is the end. What a run survives is in the other files
+of this folder; here are single deaths that it does not, and the ways in which a run as a whole is ended from outside.
 
 That nothing is left (processes, however far they moved, and temporary directories) is checked after every test by the
 fixture in tests/conftest.py.
@@ -19,22 +22,12 @@ import psutil
 import pytest
 
 from multiproc.running import MARK, Started, gone_within, left_behind, run_unisono, start_unisono
-from multiproc.scripts import SMALL
+from multiproc.scripts import ENDLESS, SMALL
 from unisono.core import events
 from unisono.core.errors import UsageError
 from unisono.core.run_dir import Recorder, create
 from unisono.core.spec import RunSpec
 
-# Trains until told otherwise; once there is a file called "again", only for four steps.
-ENDLESS = (
-    SMALL
-    + """
-LONG = {
-    "max_steps": 4 if Path("again").exists() else 1_000_000,
-    "callbacks": [Every(lambda step: time.sleep(0.01))],
-}
-"""
-)
 # A loader process, a child, and a child in a session of its own, as daemons have it.
 FAMILY = """
 import subprocess
@@ -69,24 +62,33 @@ def end_by(started: Started, number: int, within_s: float, told: int = 0) -> Non
 def test_ctrl_c_ends_a_run_with_all_its_offspring_and_it_starts_again(tmp_path: Path) -> None:
     with start_unisono(ENDLESS + FAMILY, tmp_path) as started:
         started.wait_for_steps(2)
-        assert len(processes_of(tmp_path)) >= 10, "command, guard, 2 workers, each with a loader and two children"
+        assert len(processes_of(tmp_path)) >= 11, "command, guard, coordinator, 2 workers, each with a loader and two"
         end_by(started, signal.SIGINT, within_s=2)
         assert gone_within(0.5, lambda: processes_of(tmp_path)), commands(processes_of(tmp_path))
-    (tmp_path / "again").touch()
+    (tmp_path / "again").write_text("4")
     run_unisono(ENDLESS + FAMILY, tmp_path)
 
 
-def test_sigterm_ends_workers_that_ignore_it(tmp_path: Path) -> None:
-    deaf = "import signal\n\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nfit(**LONG)\n"
-    with start_unisono(ENDLESS + deaf, tmp_path) as started:
-        started.wait_for_steps(2)
-        end_by(started, signal.SIGTERM, within_s=3)
+def test_ctrl_c_cuts_a_run_short_that_takes_its_time_to_leave(tmp_path: Path) -> None:
+    stuck = "fit(callbacks=[Every(lambda step: time.sleep(1000 * (step == 3)))])\n"
+    with start_unisono(SMALL + stuck, tmp_path) as started:
+        started.wait_for_steps(3)
+        started.send(signal.SIGTERM)
+        end_by(started, signal.SIGINT, within_s=2)
 
 
 def test_ctrl_c_ends_a_run_whose_worker_is_frozen(tmp_path: Path) -> None:
     with start_unisono(ENDLESS + "fit(**LONG)\n", tmp_path) as started:
         started.wait_for_steps(2)
         os.kill(started.worker_pid(1), signal.SIGSTOP)
+        end_by(started, signal.SIGINT, within_s=3)
+
+
+def test_ctrl_c_ends_a_run_that_is_about_to_replace_a_worker_and_that_death_is_not_blamed(tmp_path: Path) -> None:
+    with start_unisono(ENDLESS + "fit(**LONG)\n", tmp_path) as started:
+        started.wait_for_steps(2)
+        os.kill(started.worker_pid(1), signal.SIGKILL)
+        started.until(lambda: started.events_of(events.WorkerRemoved), "the death to be noticed")
         end_by(started, signal.SIGINT, within_s=3)
 
 
@@ -106,7 +108,7 @@ def test_a_killed_supervisor_takes_everybody_along_and_the_same_command_works_ag
         started.wait(timeout_s=5, expect=-signal.SIGKILL)
         assert gone_within(2, lambda: processes_of(tmp_path)), commands(processes_of(tmp_path))
         assert not list(Path(os.environ["TMPDIR"]).glob("unisono-*"))
-    (tmp_path / "again").touch()
+    (tmp_path / "again").write_text("4")
     run_unisono(ENDLESS + FAMILY, tmp_path)
 
 
@@ -117,10 +119,13 @@ def test_a_killed_supervisor_takes_everybody_along_and_the_same_command_works_ag
         ("ctypes.string_at(0)", ["was ended by SIGSEGV", "native code", 'train.py", line']),
         ("os._exit(5)", ["ended with exit code 5 and said nothing", "last words", "worker-1.log"]),
         ("os._exit(0)", ["ended with exit code 0 before the training was finished"]),
+        ("raise MemoryError('no more')", ["MemoryError: no more", "memory, or its device, gave out", "in fail: raise"]),
     ],
-    ids=["SIGKILL", "SIGSEGV", "exit 5", "exit 0"],
+    ids=["SIGKILL", "SIGSEGV", "exit 5", "exit 0", "MemoryError"],
 )
-def test_a_worker_that_dies_is_named_and_nobody_else_is_blamed(fault: str, says: list[str], tmp_path: Path) -> None:
+def test_a_worker_that_dies_unreplaced_is_named_and_nobody_else_is_blamed(
+    fault: str, says: list[str], tmp_path: Path
+) -> None:
     script = f"""
 import ctypes
 import signal
@@ -136,12 +141,48 @@ def fail(step):
 
 fit(callbacks=[Every(fail)], max_steps=1_000_000)
 """
-    finished = run_unisono(SMALL + script, tmp_path, expect=20)
-    for text in ("UNI-2001  worker 1 on ", *says):
+    finished = run_unisono(SMALL + script, tmp_path, "--max-restarts", "0", expect=20)
+    for text in ("UNI-2001 ", "worker 1 on ", *says):
         assert text in finished.output, f"{text!r} is not in:\n{finished.output}"
     assert finished.output.count("UNI-") == 1, finished.output
     assert "worker 0" not in finished.output
     assert "last words" in finished.log(1)
+
+
+def test_an_exception_behind_a_death_that_was_survived_is_what_is_shown(tmp_path: Path) -> None:
+    script = """
+import signal
+
+
+def fail(step):
+    if WORKER == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WORKER == 2 and step == 6:
+        raise ValueError("a bad day")
+
+
+fit(callbacks=[Every(fail)], max_steps=1_000_000)
+"""
+    finished = run_unisono(SMALL + script, tmp_path, expect=10)
+    assert "UNI-1101  ValueError: a bad day" in finished.output
+    assert "worker 2 on " in finished.output
+    assert finished.output.count("UNI-") == 1, finished.output
+
+
+def test_a_worker_that_hangs_unreplaced_is_named_with_its_line(tmp_path: Path) -> None:
+    script = """
+def fail(step):
+    if WORKER == 1 and step == 3:
+        time.sleep(1000)  # here
+
+
+fit(callbacks=[Every(fail)], max_steps=1_000_000)
+"""
+    finished = run_unisono(SMALL + script, tmp_path, "--max-restarts", "0", "--hang-after", "2", expect=20)
+    line = (SMALL + script).split("# here")[0].count("\n") + 1
+    for text in ("UNI-2003  worker 1 on ", f"train.py:{line}, in fail: time.sleep(1000)", "worker 0 is waiting"):
+        assert text in finished.output, f"{text!r} is not in:\n{finished.output}"
+    assert set(re.findall(r"UNI-\d+", finished.output)) == {"UNI-2003"}, "told when it was found, and as the end"
 
 
 def test_a_killed_loader_process_is_named(tmp_path: Path) -> None:
@@ -157,7 +198,7 @@ def fail(step):
 
 fit(data=unisono.Data(DATA, loader_processes=1), callbacks=[Every(fail)], max_steps=1_000_000)
 """
-    finished = run_unisono(SMALL + script, tmp_path, expect=20)
+    finished = run_unisono(SMALL + script, tmp_path, "--max-restarts", "0", expect=20)
     for text in ("UNI-2001", "a loader process died", "worker 1 on ", "train.py:", "lower loader_processes"):
         assert text in finished.output, finished.output
     assert finished.output.count("UNI-") == 1, finished.output

@@ -378,8 +378,9 @@ def test_a_message_of_another_length_than_expected_is_an_error_that_says_so(kind
         comms = net.comms(range(2))
         form(net, comms, 1, (0, 1))
         comms[0].exchange([Message(1, torch.zeros(3))], [], 1).wait()
-        with pytest.raises(PeerLost, match="worker 0 sent 12 bytes where 8 were expected"):
+        with pytest.raises(PeerLost, match="worker 0 sent 12 bytes where 8 were expected") as caught:
             comms[1].exchange([], [Message(0, torch.zeros(2))], 1).wait()
+        assert caught.value.out_of_step, "no connection broke"
         close(comms)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ AT_LEAST = {"01_digits.py": 0.975, "03_own_data.py": 0.85, "04_own_loop.py": 0.8
 
 def test_every_numbered_example_is_run_here() -> None:
     numbered = {path.name for path in EXAMPLES.glob("[0-9]*.py")}
-    assert numbered == {*RUNS, "04_own_loop_before.py"}
+    assert numbered == {*RUNS, "04_own_loop_before.py", "07_killed.py"}
 
 
 @pytest.mark.parametrize("name", sorted(RUNS))
@@ -50,6 +51,17 @@ def test_the_loop_before_runs_and_five_lines_make_it_the_loop_after(tmp_path: Pa
     before, after = (code_of(EXAMPLES / name) for name in ("04_own_loop_before.py", "04_own_loop.py"))
     added = [line for line in difflib.ndiff(before, after) if line.startswith("+ ")]
     assert 0 < len(added) <= 5, added
+
+
+def test_two_of_four_workers_are_killed_and_the_hash_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+    output = run_python(EXAMPLES / "07_killed.py", tmp_path, timeout_s=150).output
+    hashes = re.findall(r"^(?:two of four killed|one worker, undisturbed) +([0-9a-f]{64})$", output, re.M)
+    assert len(hashes) == 2
+    assert len(set(hashes)) == 1
+    for worker in (2, 0):
+        assert re.search(rf"planned fault on worker {worker}: kill at", output)
+        assert re.search(rf"worker {worker} died: .*; went on with ", output)
+    assert "lost or gone" in output, "the timeline is not there"
 
 
 def code_of(path: Path) -> list[str]:

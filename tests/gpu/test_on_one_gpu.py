@@ -7,6 +7,7 @@ Workers are threads that share the one device, so what is shown is the arithmeti
 from __future__ import annotations
 
 import copy
+import signal
 import time
 from pathlib import Path
 
@@ -17,12 +18,15 @@ from torch import nn
 import unisono
 from contract.ranks import together
 from models import CASES
+from multiproc.running import start_unisono
 from unisono.comm.seam import Comm
 from unisono.core.membership import even
 from unisono.core.ranges import split
+from unisono.elastic import state_tree
 from unisono.parallel import STRATEGIES
 from unisono.parallel.strategy import Microbatch
-from unisono.train.numerics import choose_device, settle_torch
+from unisono.train.guard import checksum
+from unisono.train.numerics import choose_device, flip_one_bit, settle_torch
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -145,3 +149,61 @@ def test_the_price_of_a_step_against_a_plain_loop(tmp_path: Path, monkeypatch: p
         f"\nplain {plain_s * 1e3:.2f} ms a step, unisono {clock.step_s * 1e3:.2f}, ratio {plain_s / clock.step_s:.2f}"
     )
     assert clock.step_s < 5 * plain_s
+
+
+def test_a_joiner_that_copies_its_state_goes_on_with_the_same_bits() -> None:
+    """What travels when a worker joins, from one model on the GPU to another: parameters, buffers and moments."""
+    settle_torch(1, exact=True)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4)).to(GPU)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        model(torch.randn(16, 32, device=GPU)).square().mean().backward()
+        optimizer.step()
+
+    donor, joiner = build(), build()
+    for seed in range(3):
+        step(*donor, seed)
+    text, tensors = state_tree.flatten({"model": donor[0].state_dict(), "optimizer": donor[1].state_dict()})
+    arrived = state_tree.empty_tensors(text)
+    for sent, place in zip(tensors, arrived, strict=True):
+        if sent.numel():
+            state_tree.as_bytes(place).copy_(state_tree.as_bytes(sent.cpu()))
+    state = state_tree.rebuild(text, arrived)
+    joiner[0].load_state_dict(state["model"])
+    joiner[1].load_state_dict(state["optimizer"])
+    for model, optimizer in (donor, joiner):
+        step(model, optimizer, 99)
+    for name, tensor in donor[0].state_dict().items():
+        assert torch.equal(tensor, joiner[0].state_dict()[name]), name
+
+
+def test_the_guard_sees_one_flipped_bit_on_the_gpu() -> None:
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 8).half()).to(GPU)
+    before = checksum(model)
+    flip_one_bit(model)
+    assert checksum(model) != before
+    flip_one_bit(model)
+    assert checksum(model) == before
+
+
+def test_a_supervised_run_on_the_gpu_is_preempted_with_its_weights_saved(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, unisono\nfrom torch import nn\n"
+        "data = torch.utils.data.TensorDataset(torch.randn(256, 8), torch.randint(0, 3, (256,)))\n"
+        "model = nn.Linear(8, 3)\n"
+        "unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=nn.functional.cross_entropy,\n"
+        "                data=data, batch_size=32, max_steps=10**6).fit()\n"
+    )
+    with start_unisono(script, tmp_path, "--device", "cuda", workers=1) as run:
+        run.wait_for_steps(20)
+        run.send(signal.SIGTERM)
+        finished = run.wait(60, expect=75)
+    assert finished.result is not None
+    assert finished.result["fingerprint"]["device"] == "cuda"
+    assert finished.result["steps"] >= 20

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The beginning of a user's script that tests about failing share: a tiny training, and who runs it."""
+"""The beginnings of users' scripts that tests about failing share: a tiny training, and who runs it."""
 
 SMALL = """
 import os
@@ -34,3 +34,14 @@ class Every(unisono.Callback):
 
 
 """
+
+# Trains until told otherwise; once there is a file called "again", only for as many steps as it says.
+ENDLESS = (
+    SMALL
+    + """
+LONG = {
+    "max_steps": int(Path("again").read_text()) if Path("again").exists() else 1_000_000,
+    "callbacks": [Every(lambda step: time.sleep(0.01))],
+}
+"""
+)

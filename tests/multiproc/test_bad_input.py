@@ -198,6 +198,13 @@ def test_scripts_that_end_without_training_are_failures(tmp_path: Path) -> None:
         assert "Traceback" not in finished.output
 
 
+def test_a_script_that_ends_on_one_worker_in_the_middle_of_the_training_says_on_which(tmp_path: Path) -> None:
+    leave = "fit(callbacks=[Every(lambda step: (WORKER, step) == (1, 2) and exit())], max_steps=1000)\n"
+    finished = run_unisono(SMALL + leave, tmp_path, expect=10)
+    assert_says(finished, "UNI-1103", "train.py ended on worker 1 before the training was finished", "worker 1 on ")
+    assert finished.output.count("UNI-") == 1
+
+
 def test_a_script_that_leaves_with_a_code_says_where(tmp_path: Path) -> None:
     finished = run_unisono("import sys\n\nsys.exit(3)\n", tmp_path, expect=10)
     assert_says(finished, "UNI-1101", "sys.exit(3)", "train.py:3")

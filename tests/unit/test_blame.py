@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from unisono.control.blame import Death, first_failure
-from unisono.core.errors import NonFiniteLoss, PeerLost, ScriptFailed, UnisonoError, WorkerLost
+from unisono.control.blame import Death, first_failure, preemption, silent_death, without_result
+from unisono.core.errors import (
+    NonFiniteLoss,
+    PeerLost,
+    ReplicasDisagree,
+    ScriptFailed,
+    UnisonoError,
+    WorkerHung,
+    WorkerLost,
+)
 from unisono.core.events import WorkerFailed
 from unisono.core.run_dir import RunDir
 
@@ -97,6 +106,75 @@ def test_the_first_cause_by_time_is_shown(
     assert text in (error.where or error.what)
 
 
+def result(stopped_early: str) -> dict[str, Any]:
+    return {"steps": 7, "stopped_early": stopped_early}
+
+
+@pytest.mark.parametrize(
+    ("number", "ended_with", "what"),
+    [
+        pytest.param(0, None, None, id="nobody was asked, nothing came of it"),
+        pytest.param(0, result(""), None, id="a training that came to its end"),
+        pytest.param(0, result("the script asked to stop"), None, id="its own wish"),
+        pytest.param(0, result("stopped by unisono stop"), None, id="the operator's wish"),
+        pytest.param(15, result(""), None, id="asked when it was done"),
+        pytest.param(
+            15,
+            result("asked to leave by SIGTERM"),
+            "asked to leave by SIGTERM: stopped after step 7, weights saved",
+            id="asked, and stopped for that",
+        ),
+        pytest.param(
+            10,
+            result("the run was asked to stop"),
+            "asked to leave by SIGUSR1: stopped after step 7, weights saved",
+            id="asked, and the first worker had not heard by what",
+        ),
+        pytest.param(
+            0,
+            result("asked to leave by SIGUSR2"),
+            "asked to leave by SIGUSR2: stopped after step 7, weights saved",
+            id="a worker was asked that the run needed",
+        ),
+        pytest.param(
+            0,
+            result("box was asked to leave by SIGTERM"),
+            "box was asked to leave by SIGTERM: stopped after step 7, weights saved",
+            id="a machine was asked that the run needed",
+        ),
+        pytest.param(
+            15,
+            None,
+            "asked to leave by SIGTERM, and the step in hand was not finished within 2.5 s",
+            id="asked, and too slow",
+        ),
+    ],
+)
+def test_a_run_that_was_asked_to_leave_says_so_unless_it_was_done(
+    number: int, ended_with: dict[str, Any] | None, what: str | None
+) -> None:
+    error = preemption(number, ended_with, 2.5)
+    assert (error.what if error else None) == what
+    assert error is None or (error.code, error.exit_code) == ("UNI-4002", 75)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "what"),
+    [
+        pytest.param([], "train.py ended without a result", id="nobody was even started"),
+        pytest.param([died(0, 1, 0), died(1, 1, 0)], "train.py ended without a result", id="everywhere"),
+        pytest.param(
+            [died(1, 1, 0, OURS), died(0, 2, -9, OURS)],
+            "train.py ended on worker 1 before the training was finished",
+            id="on one of them",
+        ),
+    ],
+)
+def test_a_script_that_ends_too_early_says_on_whom(deaths: list[Death], what: str) -> None:
+    error = without_result("train.py", deaths, "box")
+    assert (error.code, error.what) == ("UNI-1103", what)
+
+
 def test_the_users_own_traceback_goes_with_their_exception() -> None:
     _, trace = first_failure([broken(0, 1), exception(1, 2)], [], "h", RUN)
     assert trace == "Traceback of worker 1"
@@ -132,3 +210,60 @@ def test_a_silent_death_is_explained_and_points_to_the_log(code: int, what: str,
     assert f"worker 4 on box {what}" in error.what
     assert cause in error.cause
     assert "runs/x/logs/worker-4.log" in error.do
+
+
+def test_the_step_in_hand_is_named_once() -> None:
+    plain = WorkerFailed(worker=1, failure=ScriptFailed("ValueError: x", where="train.py:3").as_dict(), step=6)
+    error, _ = first_failure([plain], [], "box", RUN)
+    assert error is not None
+    assert error.where == "worker 1 on box, step 7, train.py:3"
+    named = WorkerFailed(worker=1, failure=NonFiniteLoss("the loss is nan at step 7").as_dict(), step=6)
+    error, _ = first_failure([named], [], "box", RUN)
+    assert error is not None
+    assert error.where == "worker 1 on box"
+
+
+def test_of_several_who_say_the_same_the_one_it_is_about_is_heard() -> None:
+    said = [failed(worker, float(worker), NonFiniteLoss("the loss is nan on worker 2")) for worker in (0, 1, 2, 3)]
+    error, _ = first_failure(said, [], "box", RUN)
+    assert error is not None
+    assert error.where == "worker 2 on box"
+
+
+def test_of_several_who_blame_each_other_the_most_blamed_is_named() -> None:
+    blamed = {0: 2, 1: 2, 2: 0, 3: 2}
+    said = [
+        failed(worker, 1.0 - worker / 10, ReplicasDisagree(f"worker {other} sent 8 bytes where 4 were expected"))
+        for worker, other in blamed.items()
+    ]
+    error, _ = first_failure(said, [], "box", RUN)
+    assert error is not None
+    assert error.what.startswith("worker 2 sent 8 bytes")
+
+
+@pytest.mark.parametrize(
+    ("known", "above"),
+    [
+        (
+            WorkerLost("worker 4 on box was killed by the kernel: out of memory (step 3)", where="train.py:9"),
+            "… the end",
+        ),
+        (WorkerHung("worker 4 on box never reached: adding up the gradients (step 3)"), ""),
+    ],
+    ids=["its last words are worth seeing", "we killed it: they are not"],
+)
+def test_what_is_known_of_a_death_beats_its_exit_code(known: UnisonoError, above: str) -> None:
+    death = Death(4, -9, 1.0, False, last_words="… the end of its output:\nline")
+    error, trace = first_failure([], [death], "box", RUN, {4: known.as_dict(), 5: {"what": "another's"}})
+    assert error is not None
+    assert (error.code, error.what, error.where) == (known.code, known.what, known.where)
+    assert trace.startswith(above)
+    assert bool(trace) == bool(above)
+
+
+def test_a_kill_for_want_of_memory_is_told_from_other_kills() -> None:
+    error = silent_death("worker 1 on box", -9, "worker-1.log", step=4, where="last seen in x", out_of_memory=True)
+    assert error.what == "worker 1 on box was killed by the kernel: out of memory (step 5)"
+    assert error.where == "last seen in x"
+    assert "limit" in error.do
+    assert "(step 5)" in silent_death("worker 1 on box", 3, "worker-1.log", step=4).what

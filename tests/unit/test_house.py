@@ -37,9 +37,10 @@ MAY_IMPORT = {  # package: the packages to its left
 }
 
 # Of elastic, all that the coordinator is made of.
-_COORDINATOR = tuple(
-    f"elastic.{n}" for n in ("coordinator", "quorum", "roster", "balance", "hangs", "restarts", "turns")
+_PARTS = (
+    "quorum roster orders generations starting watching commands recall balance breaks hangs healing restarts turns"
 )
+_COORDINATOR = tuple(f"elastic.{name}" for name in ("coordinator", *_PARTS.split()))
 TORCH_FREE = ("core", "wire", "control", "cli", "data.order", *_COORDINATOR)
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60

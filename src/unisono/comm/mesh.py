@@ -53,6 +53,7 @@ class MeshComm:
         self._closed = False
         self._door = Door(worker, folder, host, bind, credentials)
         self._pump = Pump(0)
+        self._meeting: Meeting | None = None
         self.address = self._door.address.encode()
         _OPEN.add(self)
 
@@ -63,12 +64,15 @@ class MeshComm:
         self.generation = membership.generation
         if self.size > 1 and len(membership.addresses) != self.size:
             raise ValueError(f"{self.size} members with {len(membership.addresses)} addresses")
+        self._meeting = Meeting(self._door, membership, self.patience_s, self._over)
         try:
-            sockets = Meeting(self._door, membership, self.patience_s, self._over).run()
+            sockets = self._meeting.run()
         except PeerLost as error:
             self._enter(Pump(self.generation))
             self._pump.fail(Loss(error.what, error.worker, error.cause))  # later calls shall say the same
             raise
+        finally:
+            self._meeting = None
         pump = Pump(self.generation, self.worker, sockets, membership.members, self.patience_s)
         self._enter(pump)
         if loss := self._over():  # aborted after the meeting and before abort() could see the pump
@@ -124,6 +128,16 @@ class MeshComm:
                 self._door.knock()
         if pump.generation < before:
             pump.fail(_given_up(pump.generation))
+
+    @property
+    def served(self) -> int:
+        """Grows while bytes come or go, in this generation."""
+        return self._pump.served
+
+    def missing(self) -> list[int]:
+        """From any thread: the workers whom this one is waiting for, if it is waiting."""
+        meeting = self._meeting
+        return meeting.missing() if meeting is not None else self._pump.missing()
 
     def drop(self) -> None:
         """A fault for tests: from now on this worker neither reads nor writes, as if its cable were cut."""

@@ -130,6 +130,10 @@ class Meeting:
                 talk.sock.close()
             self._epoll.close()
 
+    def missing(self) -> list[int]:
+        """From any thread: the members who have not come yet."""
+        return [w for w in self._membership.members if w != self._door.worker and w not in self._found]
+
     def _incomplete(self) -> bool:
         return len(self._found) + 1 < len(self._membership.members)
 

@@ -34,11 +34,12 @@ class Loss:
     what: str
     worker: int | None = None
     cause: str = ""
+    out_of_step: bool = False
 
     def error(self) -> PeerLost:
         """A new one each time: several threads may raise it."""
         lost = PeerLost(self.what, cause=self.cause)
-        lost.worker = self.worker
+        lost.worker, lost.out_of_step = self.worker, self.out_of_step
         return lost
 
 
@@ -216,7 +217,8 @@ class Link:
     def _same_length(self, sent: int, expected: int) -> None:
         if sent != expected:
             what = f"worker {self.worker} sent {sent} bytes where {expected} were expected"
-            raise Broken(Loss(what, self.worker, "the workers do not run the same program on the same model"))
+            why = "the workers do not run the same program on the same model"
+            raise Broken(Loss(what, self.worker, why, out_of_step=True))
 
     def _hear_goodbye(self, blamed: int) -> None:
         self.left = True

@@ -64,6 +64,7 @@ class Pump:
         self._lock = threading.Lock()
         self._change = threading.Condition(self._lock)
         self._loss: Loss | None = None
+        self.served = 0  # how often bytes came or went: whoever looks from outside sees that something moves
         self._pumping = self._retired = self._dropped = False
         self._left: list[Link] = []
         self._sleeping = 0  # threads that wait while another pumps
@@ -118,6 +119,13 @@ class Pump:
         """From any thread: end every wait. The first loss counts."""
         with self._lock:
             self._lose(loss)
+
+    def missing(self) -> list[int]:
+        """From any thread: the workers from whom something is awaited, or who have not taken what is for them."""
+        with self._lock:
+            if self._loss is not None:  # nobody waits for anything any more
+                return []
+            return [link.worker for link in self._links.values() if link.expects or link.has_more]
 
     def drop(self) -> None:
         """For tests of faults: neither read nor write any more, as if the cable were cut."""
@@ -183,6 +191,7 @@ class Pump:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(descriptor)
                     elif not self._dropped:
+                        self.served += 1
                         self._serve(self._by_descriptor[descriptor], events)
                 if self._sleeping:
                     self._change.notify_all()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class _Works:
     """Several torch works as one Pending. Holds the tensors: gloo reads and writes their memory until the end."""
 
     works: list[tuple[Any, Tensor, int]]  # (work, tensor, peer)
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (where it arrives, where it is wanted)
 
     def wait(self) -> None:
         for work, _, peer in self.works:
@@ -37,7 +38,9 @@ class _Works:
                 work.wait()
             except RuntimeError as error:
                 raise _lost(peer, error) from None
-        self.works = []
+        for arrived, target in self.staged:
+            target.copy_(arrived)
+        self.works, self.staged = [], []
 
 
 def _lost(peer: int, error: RuntimeError) -> PeerLost:
@@ -80,8 +83,18 @@ class ProcessGroupComm:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         self._raise_if_over()
+        if not sends and not receives:  # alone, there is not even a group
+            return DONE
         group, nccl = self._group, self.backend == "nccl"
         works: list[tuple[Any, Tensor, int]] = []
+        staged: list[tuple[Tensor, Tensor]] = []
+        if nccl:  # a state that is copied to a joiner may lie in CPU memory
+            sends = [Message(message.peer, self._within_reach(message.tensor)) for message in sends]
+            reachable = [Message(message.peer, self._within_reach(message.tensor)) for message in receives]
+            staged = [
+                (a.tensor, b.tensor) for a, b in zip(reachable, receives, strict=True) if a.tensor is not b.tensor
+            ]
+            receives = reachable
         try:
             if nccl:  # it matches by order, not by tag, so a batch must be issued as one
                 group._start_coalescing(torch.device("cuda"))
@@ -97,7 +110,7 @@ class ProcessGroupComm:
                 works = [(batch, tensor, peer) for _, tensor, peer in works]
         except RuntimeError as error:
             raise _lost(-1, error) from None
-        return _Works(works)
+        return _Works(works, staged)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = self._within_reach(tensor)

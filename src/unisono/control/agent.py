@@ -15,14 +15,12 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
-from pathlib import Path
 from types import FrameType
 
 from unisono.control import preflight
-from unisono.control.guard import Guard, end_strays
+from unisono.control.guard import Guard, end_strays, scratch_path
 from unisono.control.host import Host
 from unisono.control.link import Door, Link
 from unisono.control.local_workers import LocalWorkers, Site, Worker
@@ -34,7 +32,7 @@ from unisono.core.errors import JoinError, Preempted, UnisonoError, Unreachable,
 from unisono.wire import messages as m
 
 _READ_BYTES = 1 << 16
-_GONE_S = 15.0  # the run's machine answers, but nobody listens there: a coordinator that died is back sooner
+_GONE_S = 7.0  # the run's machine answers, but nobody listens there: a coordinator that died is back sooner
 _LAST_WORDS_S = 2.0
 
 
@@ -67,9 +65,10 @@ class Agent:
         self._welcomed = False
 
     def run(self) -> int:
-        scratch = Path(tempfile.mkdtemp(prefix="unisono-"))
-        token = self.meeting.welcome.token
+        scratch = scratch_path()
+        token = f"{self.meeting.welcome.token}-{self.id}"  # its own: the owner may be on this machine too
         guard = Guard(token, scratch)
+        scratch.mkdir(mode=0o700)
         (scratch / "run" / "logs").mkdir(parents=True)
         spec = self.spec.model_copy(update={"run_dir": str(scratch / "run")})
         credentials = self.meeting.welcome.credentials
@@ -125,7 +124,7 @@ class Agent:
         self.host.hear()
         now_s = time.monotonic()
         self.host.beat(now_s)
-        self.outbox.push(now_s)
+        self.outbox.push()
         if self.asked_to_leave_by:
             self._leave(now_s)
         if self.end is not None:
@@ -140,7 +139,7 @@ class Agent:
                     worker.signal(signal.SIGKILL)
         if self._leave_told_on != self.link.connections:
             self._leave_told_on = self.link.connections
-            because = f"{self.id} {process.signal_name(self.asked_to_leave_by)}"
+            because = f"{self.name} was asked to leave by {process.signal_name(self.asked_to_leave_by)}"
             self.link.send(m.Command(what="leave", because=because))
         if now_s - self._leaving_since_s > self.spec.grace:
             self.workers.signal(signal.SIGKILL)
@@ -207,7 +206,7 @@ class Agent:
                 action, worker = key.data
                 action(worker)
             self.host.hear()
-            self.outbox.push(time.monotonic())
+            self.outbox.push()
 
     # --- what workers say
 
@@ -226,7 +225,7 @@ class Agent:
         self.host.on_message(worker, message)
 
     def on_output(self, worker: Worker, data: bytes) -> None:
-        self.outbox.put(log_of=worker.number, output=data.decode(errors="replace"))
+        self.outbox.put(log_of=worker.number, output=data.decode("latin-1"))
 
     def on_exit(self, worker: Worker, code: int) -> None:
         refusal = self.host.refusals.get(worker.number)

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 RUN_VARIABLE = "UNISONO_RUN"  # in the environment of the workers and of all that they start
 _PASSES = 5  # over /proc: a process may start another while we look
+_NEWBORN_S = 0.5  # one that was being started at that moment carries the token only now
 
 
 class Guard:
@@ -56,6 +58,14 @@ class Guard:
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 os.write(self._process.stdin.fileno(), line.encode() + b"\n")
+
+
+def scratch_path() -> Path:
+    """For a temporary directory that is not there yet: the guard should know of it before it is made."""
+    import tempfile
+    import uuid
+
+    return Path(tempfile.gettempdir()) / f"unisono-{uuid.uuid4().hex[:10]}"
 
 
 def end_strays(token: str) -> None:
@@ -95,6 +105,9 @@ def main(token: str, folder: str) -> None:
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
+    end_strays(token)
+    shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(_NEWBORN_S)
     end_strays(token)
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,21 +10,27 @@ from __future__ import annotations
 import os
 import queue
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from unisono.control.blame import placed, silent_death
 from unisono.control.link import Link
 from unisono.control.local_workers import LocalWorkers, Worker
-from unisono.core import events, process, stacks
+from unisono.control.out_of_memory import MemoryDeaths
+from unisono.core import black_box, events, process, stacks
 from unisono.core.errors import PeerLost, Preempted, WorkerLost
 from unisono.wire import messages as m
 
 PULSE_S = 0.5
 FROZEN_S = 1.0  # a worker that is stopped for so long is given up
+DEAF_S = 3.0  # without a heartbeat: it cannot even say what it does
+_THREE_BEATS_S = 1.4  # the same, of one that is suspected already
 EXAMINE_S = 1.5
 _REMEMBERED = (m.Started, m.Ready, m.Formed, m.Broken, m.Leaving, m.Finished, m.Turn, m.Gone)
 _SURVIVABLE = (WorkerLost.code, PeerLost.code)
+_DEAF = "in native code that keeps Python's lock"
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -33,15 +39,17 @@ class Host:
         self.workers, self.link, self._on_order = workers, link, on_order
         self.statuses: dict[int, m.Status] = {}
         self.failures: dict[int, dict[str, Any]] = {}
+        self.explained: dict[int, dict[str, Any]] = {}  # of deaths, anywhere: the failure to show
         self.refusals: dict[int, dict[str, Any]] = {}  # why the run does not want a worker of ours
         self.finished: set[int] = set()
         self.formed: set[int] = set()
         self._told: dict[int, dict[str, m.Message]] = {}  # worker: kind: the latest of that kind
         self._kills: dict[int, m.Kill] = {}
-        self._asked_to_leave: set[int] = set()
+        self.asked_to_leave: set[int] = set()
         self._stopped_since_s: dict[int, float] = {}
+        self._heard_s: dict[int, float] = {}  # when a worker's last heartbeat came
         self._pulse_s = 0.0
-        self._oom_kills = _oom_kills()
+        self._memory_deaths = MemoryDeaths()
 
     def start(self, number: int, slot: int, replaces: int | None = None) -> None:
         pid = self.workers.start(number, slot, replaces)
@@ -62,19 +70,22 @@ class Host:
         """From a worker."""
         if isinstance(message, m.Status):
             self.statuses[worker.number] = message  # told with our own pulse
+            self._heard_s[worker.number] = self._pulse_s
             return
         if isinstance(message, m.Finished):
             self.finished.add(worker.number)
         elif isinstance(message, m.Formed):
             self.formed.add(worker.number)
         elif isinstance(message, m.Leaving):
-            self._asked_to_leave.add(worker.number)
+            self.asked_to_leave.add(worker.number)
         if isinstance(message, m.FROM_WORKERS):
             self.report(message)
 
     def on_failure(self, event: events.WorkerFailed) -> None:
-        if event.worker is not None:
+        if event.worker in self.workers.all:
+            who = f"worker {event.worker} on {self.workers.site.name}"
             self.failures[event.worker] = event.failure
+            self.explained[event.worker] = placed(event.failure, who, event.step)
 
     def hear(self) -> None:
         """Carry out what has arrived from the coordinator."""
@@ -85,9 +96,9 @@ class Host:
                 return
             if isinstance(message, m.TO_WORKERS):
                 if isinstance(message, m.Form) and message.worker not in message.members:
-                    self._asked_to_leave.add(message.worker)
+                    self.asked_to_leave.add(message.worker)
                 if isinstance(message, m.Depart):
-                    self._asked_to_leave.add(message.worker)
+                    self.asked_to_leave.add(message.worker)
                     if message.failure is not None:
                         self.refusals[message.worker] = message.failure
                 self.workers.tell(message.worker, message)
@@ -98,7 +109,14 @@ class Host:
             elif isinstance(message, m.Examine):
                 self._examine(message.worker)
             else:
+                if isinstance(message, m.Record):
+                    self._remember(message.event)
                 self._on_order(message)
+
+    def _remember(self, event: dict[str, Any]) -> None:
+        """What the coordinator has found out about a worker, here or elsewhere. Its first word counts."""
+        if event.get("failure") and event.get("kind") in (events.Diagnosed.kind, events.WorkerRemoved.kind):
+            self.explained.setdefault(event["who"], event["failure"])
 
     def _spawn(self, order: m.Spawn) -> None:
         if order.worker in self.workers.all:
@@ -111,6 +129,11 @@ class Host:
 
     def _kill(self, order: m.Kill) -> None:
         self._kills[order.worker] = order
+        given_up = WorkerLost(
+            f"worker {order.worker} on {self.workers.site.name} was given up: {order.because}",
+            do=f"look at the end of worker-{order.worker}.log",
+        )
+        self.explained.setdefault(order.worker, given_up.as_dict())
         worker = self.workers.all.get(order.worker)
         if worker is not None:
             worker.signal(signal.SIGKILL)
@@ -129,6 +152,8 @@ class Host:
             loaders = [stacks.user_line(text) for pid, text in found.items() if pid != pids[0]]
             inside = next((line for line in loaders if line), "")
             where, doing = inside or own, "reading data" + (" in a loader process" if inside else "")
+        if self._pulse_s - self._heard_s.get(number, self._pulse_s) > _THREE_BEATS_S:
+            doing = _DEAF
         self.report(m.Examined(worker=number, where=where, doing=doing))
 
     def beat(self, now_s: float) -> None:
@@ -139,17 +164,43 @@ class Host:
         for worker in self.workers.living:
             if worker.unsent:
                 self.workers.push(worker)
+            self._memory_deaths.look(worker.process.pid)
             if _state(worker.process.pid) == "T":
                 self._stopped_since_s.setdefault(worker.number, now_s)
+                self._look_it_up(worker)
             else:
                 self._stopped_since_s.pop(worker.number, None)
-        frozen = [number for number, since_s in self._stopped_since_s.items() if now_s - since_s >= FROZEN_S]
-        living = {worker.number for worker in self.workers.living}
-        statuses = [m.as_dict(status) for number, status in self.statuses.items() if number in living]
-        self.link.send(m.Alive(statuses=statuses, frozen=frozen))
+                self._notice_deafness(worker, now_s)
+        self._tell([worker.number for worker in self.workers.living])
+
+    def _tell(self, numbers: Sequence[int]) -> None:
+        stopped = [number for number, since_s in self._stopped_since_s.items() if self._pulse_s - since_s >= FROZEN_S]
+        statuses = [m.as_dict(self.statuses[number]) for number in numbers if number in self.statuses]
+        self.link.send(m.Alive(statuses=statuses, frozen=stopped))
+
+    def _look_it_up(self, worker: Worker) -> int | None:
+        """Where it was when it fell silent, which its last heartbeat may not know; how many steps it had finished."""
+        written = black_box.read(self.workers.site.scratch, worker.process.pid)
+        if written is None:
+            return None
+        status = self.statuses.get(worker.number)
+        if status is not None and written != (status.step, status.generation):
+            self.statuses[worker.number] = replace(status, step=written[0], generation=written[1])
+        return written[0]
+
+    def _notice_deafness(self, worker: Worker, now_s: float) -> None:
+        """Native code that keeps Python's lock keeps our pulse from beating too, and its last word is out of date."""
+        status, silent_s = self.statuses.get(worker.number), now_s - self._heard_s.get(worker.number, now_s)
+        if status is None or silent_s < DEAF_S or status.doing == _DEAF:
+            return
+        self._look_it_up(worker)
+        status = self.statuses[worker.number]
+        self.statuses[worker.number] = replace(status, doing=_DEAF, waits=False, for_s=round(silent_s, 2))
 
     def on_exit(self, worker: Worker, code: int, stopped_by_us: bool) -> m.Gone:
         gone = self._gone(worker, code, stopped_by_us)
+        self._stopped_since_s.pop(worker.number, None)
+        self._tell([worker.number])  # the step that it died in, as far as it is known by now
         self.report(gone)
         return gone
 
@@ -158,34 +209,44 @@ class Host:
         failure, order = self.failures.get(number), self._kills.get(number)
         if order is not None:
             return m.Gone(worker=number, exit_code=code, because=order.because, place=order.place)
-        if number in self._asked_to_leave and code in (Preempted.exit_code, -signal.SIGTERM, 21):
+        if number in self.asked_to_leave and code in (Preempted.exit_code, -signal.SIGTERM, 21):
             return m.Gone(worker=number, exit_code=code, because="it was asked to leave", expected=True)
         if failure is not None:
             fatal = failure.get("code") not in _SURVIVABLE
             place = str(failure.get("where") or failure.get("what"))
+            told = self.explained.get(number, failure)
             return m.Gone(
-                worker=number, exit_code=code, because=str(failure["what"]), place=place, fatal=fatal, failure=failure
+                worker=number, exit_code=code, because=str(failure["what"]), place=place, fatal=fatal, failure=told
             )
         if stopped_by_us or (code == 0 and worker.lines.farewell):
             return m.Gone(worker=number, exit_code=code, because="it has finished", expected=True)
         return self._silent_death(worker, code)
 
     def _silent_death(self, worker: Worker, code: int) -> m.Gone:
-        number = worker.number
-        line = stacks.user_line(worker.last_output.decode(errors="replace"))
-        if code >= 0:
-            why = f"it ended with exit code {code} and said nothing"
-            return m.Gone(worker=number, exit_code=code, because=why, place=line or f"exit code {code}")
+        number, status = worker.number, self.statuses.get(worker.number)
+        crashed_in = stacks.crash_line(worker.last_output.decode(errors="replace"))
+        last_seen = f"last seen in {status.where}" if status is not None and status.where else ""
+        memory = -code == signal.SIGKILL and self._memory_deaths.took(worker.process.pid)
+        error = silent_death(
+            f"worker {number} on {self.workers.site.name}",
+            code,
+            f"worker-{number}.log",
+            self._look_it_up(worker),
+            crashed_in or last_seen,
+            memory,
+        )
+        self.explained[number] = error.as_dict()
+        # Two deaths at one place are no accident. A signal from outside says nothing about the place.
         name, place = process.signal_name(-code), ""
-        why = f"ended by {name}"
-        kills = _oom_kills()
-        if -code == signal.SIGKILL and kills > self._oom_kills:
-            self._oom_kills, place = kills, "out of memory"
-            why = "killed by the kernel because memory ran out"
-        elif -code not in _FROM_OUTSIDE:
-            place = f"{name} in {line}" if line else ""
-            why += f" in {line}" if line else ""
-        return m.Gone(worker=number, exit_code=code, because=why, place=place)
+        if code >= 0:
+            why, place = f"it ended with exit code {code} and said nothing", crashed_in or f"exit code {code}"
+        elif memory:
+            why, place = "killed by the kernel because memory ran out", "out of memory"
+        elif crashed_in and -code not in _FROM_OUTSIDE:
+            why = place = f"ended by {name} in {crashed_in}"
+        else:
+            why = f"ended by {name}"
+        return m.Gone(worker=number, exit_code=code, because=why, place=place, failure=error.as_dict())
 
 
 def _state(pid: int) -> str:
@@ -204,16 +265,3 @@ def _children(pid: int) -> list[int]:
     except OSError:
         pass
     return found + [grandchild for child in found for grandchild in _children(child)]
-
-
-def _oom_kills() -> int:
-    """How often the kernel has killed for want of memory in our control group."""
-    try:
-        group = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
-        for line in (Path("/sys/fs/cgroup") / group / "memory.events").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    except (OSError, ValueError):
-        pass
-    return 0

@@ -112,13 +112,10 @@ class Link:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, message: m.Message, only_on: int | None = None) -> None:
-        """Now or never: a message that finds no connection is told again, if it matters, by `hello`.
-
-        `only_on` is for messages whose order matters: not on a later connection, where earlier ones were not sent yet.
-        """
+    def send(self, message: m.Message) -> None:
+        """Now or never: a message that finds no connection is told again, if it matters, by `hello`."""
         with self._lock:  # not between a hello and the moment from which we count as connected
-            if self._connection is not None and only_on in (None, self.connections):
+            if self._connection is not None:
                 with contextlib.suppress(Exception):
                     self._connection.send(m.encode(message))
 

@@ -15,7 +15,6 @@ import selectors
 import shutil
 import signal
 import socket
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,20 +22,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from unisono.control.blame import Death, first_failure
+from unisono.control.blame import Death, asked_by, first_failure, preemption, without_result
 from unisono.control.coordination import CoordinatorProcess
-from unisono.control.guard import Guard, end_strays
+from unisono.control.guard import Guard, end_strays, scratch_path
 from unisono.control.host import Host
 from unisono.control.link import Door, Link, take_leave
 from unisono.control.listening import Listening
 from unisono.control.local_workers import LocalWorkers, Site, Worker
+from unisono.control.outbox import Intake
 from unisono.control.timeline import write_timeline
 from unisono.core import events, process
 from unisono.core.errors import (
     EXIT_CODES,
     Interrupted,
-    NothingTrained,
-    Preempted,
     RunDirectoryError,
     UnisonoError,
     WorkerLost,
@@ -62,6 +60,7 @@ class Supervisor:
         self.local = spec.local or (spec.workers.min if spec.listen else spec.workers.max)
         self.selector = selectors.DefaultSelector()
         self.failures: list[events.WorkerFailed] = []
+        self.members: set[int] = set()  # of the newest generation that was formed
         self.deaths: list[Death] = []
         self.end: m.End | None = None
         self.not_started: UnisonoError | None = None
@@ -73,16 +72,19 @@ class Supervisor:
         self.preempted_by = 0
         self.preempted_s = 0.0
         self._preempt_told = False
-        self._relayed: dict[str, int] = {}  # host: number of the last event that we have of it
+        self._intake = Intake()
 
     def run(self) -> int:
         """Run to the end and return the exit code."""
         with self._hearing_signals():
             self.recorder.start()
-            scratch = _make_scratch()
+            with _needing_a_place():
+                scratch = scratch_path()
             guard = Guard(self.token, scratch)
             code = Interrupted.exit_code
             try:
+                with _needing_a_place():
+                    scratch.mkdir(mode=0o700)
                 self._set_up(scratch, guard)
                 while not self._is_over():
                     self._turn()
@@ -219,8 +221,7 @@ class Supervisor:
     def _act_on_trouble(self, now_s: float) -> None:
         if self.preempted_by and not self._preempt_told and self.link.lost_since_s is None:
             self._preempt_told, self.preempted_s = True, now_s
-            because = f"asked to leave by {process.signal_name(self.preempted_by)}"
-            self.link.send(m.Command(what="preempt", because=because))
+            self.link.send(m.Command(what="preempt", because=asked_by(self.preempted_by)))
         too_late = self._preempt_told and self.result is None and now_s - self.preempted_s > self.spec.grace
         if self.failures and self.first_trouble_s is None:
             self.first_trouble_s = now_s
@@ -229,9 +230,10 @@ class Supervisor:
         if must_end and self.stopping_since_s is None:
             self.stopping_since_s = now_s
             self.workers.signal(signal.SIGKILL)
-        if self.result is not None:  # whoever was only on the way in has come too late
+        if self.result is not None:  # whoever was only on the way in, or was left behind, has nothing to finish
             for worker in self.workers.living:
-                if worker.number not in self.host.formed:
+                taking_part = worker.number in self.host.formed and worker.number not in self.host.asked_to_leave
+                if not taking_part and worker.number not in self.host.finished:
                     worker.signal(signal.SIGKILL)
 
     def _is_over(self) -> bool:
@@ -250,8 +252,12 @@ class Supervisor:
             self.host.on_failure(event)
             if from_dict(event.failure).exit_code != WorkerLost.exit_code:
                 self.failures.append(event)
+        elif isinstance(event, events.MembershipChanged):
+            self.members = set(event.members)
         elif isinstance(event, events.RunFinished):
             self.result = event.result
+        elif isinstance(event, events.WorkerExited) and event.worker is not None:  # of another machine
+            self.deaths.append(Death(event.worker, event.exit_code, event.time_s, event.stopped_by_us))
         self._emit(event)
 
     def on_message(self, worker: Worker, message: m.Message) -> None:
@@ -284,14 +290,13 @@ class Supervisor:
 
     def _on_relay(self, message: m.Relay) -> None:
         """Of another machine's worker: in order, told until acknowledged, so it may come twice."""
-        if message.number == self._relayed.get(message.host, 0) + 1:
-            self._relayed[message.host] = message.number
+        if self._intake.takes(message):
             event = events.from_dict(message.event) if message.event else None
             if event is not None:
                 self._take(event)
             if message.output:
-                self.recorder.append(self.run_dir.worker_log(message.log_of), message.output.encode())
-        self.link.send(m.Acknowledge(host=message.host, number=self._relayed.get(message.host, 0)))
+                self.recorder.append(self.run_dir.worker_log(message.log_of), message.output.encode("latin-1"))
+        self.link.send(self._intake.receipt(message.host))
 
     # --- signals
 
@@ -336,42 +341,28 @@ class Supervisor:
         """The first of: what a worker did, what the user did, what the disk did."""
         if self.not_started is not None:
             return self.not_started, ""
-        failures, deaths = self.failures, self._deaths_that_count()
-        stopped = self.interrupted_by and any(death.stopped_by_us for death in self.deaths)
+        failures, deaths = self.failures, [death for death in self.deaths if self._counts(death)]
+        stopped = self.interrupted_by and any(death.stopped_by_us and death.exit_code < 0 for death in self.deaths)
         if stopped:  # whatever came after that is our doing
             failures = [failure for failure in failures if failure.time_s < self.interrupted_s]
             deaths = [death for death in deaths if death.time_s < self.interrupted_s]
-        failure, trace = first_failure(failures, deaths, self.name, self.run_dir)
+        failure, trace = first_failure(failures, deaths, self.name, self.run_dir, self.host.explained)
         if self.end is not None and self.end.failure is not None and not self.failures:
             return from_dict(self.end.failure), ""
         if failure is None and (stopped or (self.interrupted_by and self.result is None)):
             name = process.signal_name(self.interrupted_by)
             failure = Interrupted(f"stopped by {name}", do="start it again with the same command")
-        if failure is None and self.preempted_by:
-            failure = self._preempted()
+        failure = failure or preemption(self.preempted_by, self.result, self.spec.grace)
         if failure is None and self.result is None:
-            failure = NothingTrained(
-                f"{self.spec.script} ended without a result",
-                cause="the workers left before the training was finished, without an error",
-                do="with unisono.attach, call run.finish() at the end; do not call os._exit",
-            )
+            failure = without_result(self.spec.script, self.deaths, self.name)
         return failure or self.recorder.failure(), trace
 
-    def _deaths_that_count(self) -> list[Death]:
-        """A death that the run survived is no failure; one behind the training's end is."""
+    def _counts(self, death: Death) -> bool:
+        """A death that the run survived, or was about to, is no failure; one behind the training's end is."""
         if self.result is not None:
-            return [death for death in self.deaths if death.worker in self.host.finished]
-        if self.end is not None and self.end.blame:
-            return [death for death in self.deaths if death.worker in self.end.blame]
-        return self.deaths
-
-    def _preempted(self) -> Preempted:
-        name = process.signal_name(self.preempted_by)
-        if self.result is not None:
-            what = f"asked to leave by {name}: stopped after step {self.result['steps']}, weights saved"
-        else:
-            what = f"asked to leave by {name}, and the step in hand was not finished within {self.spec.grace:g} s"
-        return Preempted(what, do="start it again with the same command; a longer --grace gives slow steps time")
+            return death.worker in self.host.finished
+        ended_by_itself = self.end is not None or bool(self.failures)
+        return ended_by_itself and (not self.members or death.worker in self.members)
 
     def _end_everything(self, code: int) -> None:
         """After a failure, also what the script has moved to a session of its own."""
@@ -391,9 +382,10 @@ class Supervisor:
         self.recorder.close()
 
 
-def _make_scratch() -> Path:
+@contextlib.contextmanager
+def _needing_a_place() -> Iterator[None]:
     try:
-        return Path(tempfile.mkdtemp(prefix="unisono-"))
+        yield
     except OSError as error:
         raise RunDirectoryError(
             f"cannot make a temporary directory: {error.strerror or error}",

@@ -27,6 +27,7 @@ from unisono.wire import messages as m
 from unisono.wire import secret as secrets
 
 _ANSWER_S = 5.0
+_STARTING_S = 2.0
 _REACH_BACK_S = 7.0  # the other side tries for four
 _PEER_S, _MOST_PEERS = 3.0, 16
 
@@ -59,11 +60,7 @@ def handshake(address: str, secret: str) -> list[Finding]:
 def visit(door: Door, own_address: str, script: str) -> Meeting:
     """Compare the two machines: clocks, versions, script, the way back, the way to the others."""
     own_ip = preflight.own_address(own_address) if own_address else ""
-    try:
-        connection = door.open(_ANSWER_S)
-    except OSError as error:
-        raise preflight.explain(error, door.ip, door.port, _ANSWER_S) from None
-    with contextlib.closing(connection):
+    with contextlib.closing(_open(door)) as connection:
         try:
             return _talk(connection, door, own_ip, script)
         except UnisonoError:
@@ -73,6 +70,18 @@ def visit(door: Door, own_address: str, script: str) -> Meeting:
                 f"the run at {door.ip}:{door.port} stopped answering in the middle of a word",
                 do="try again; if it happens again, look at the network between the two",
             ) from None
+
+
+def _open(door: Door) -> Any:
+    """A run that has just printed its address, or whose coordinator is coming back, listens in a moment."""
+    deadline_s = time.monotonic() + _STARTING_S
+    while True:
+        try:
+            return door.open(_ANSWER_S)
+        except OSError as error:
+            if not isinstance(error, ConnectionRefusedError) or time.monotonic() > deadline_s:
+                raise preflight.explain(error, door.ip, door.port, _ANSWER_S) from None
+            time.sleep(0.1)
 
 
 def _talk(connection: Any, door: Door, own_ip: str, script: str) -> Meeting:

@@ -137,11 +137,13 @@ class WorkerLost(UnisonoError):
 class PeerLost(WorkerLost):
     """This worker's connection to another broke: a consequence, blamed only when nothing better is known.
 
-    `worker` is the other one's id; None when the generation was given up as a whole.
+    `worker` is the other one's id; None when the generation was given up as a whole. `out_of_step`: nothing broke, but
+    the two are at different places of the program, or of different models.
     """
 
     code = "UNI-2002"
     worker: int | None = None
+    out_of_step = False
 
 
 class WorkerHung(WorkerLost):

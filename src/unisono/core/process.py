@@ -8,6 +8,7 @@ the closed channel to the supervisor does the job.
 from __future__ import annotations
 
 import ctypes
+import linecache
 import os
 import signal
 import sys
@@ -15,9 +16,14 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from unisono.core.errors import WorkerLost
+
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 100  # characters of a line of source
 _LONGEST_TEXT = 2000  # characters of an exception's message; the traceback in the log has all of them
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "AcceleratorError")
+_MAY_SAY_SO = ("RuntimeError", "OSError")
+_OUT_OF_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(
     str(Path(path).resolve()) + os.sep for path in {sysconfig.get_path(n) for n in ("stdlib", "purelib", "platlib")}
@@ -48,9 +54,14 @@ def user_line(error: BaseException) -> str:
         return ""
     own = [frame for frame in frames if is_user_code(frame.filename)]
     frame = (own or frames)[-1]
-    line = frame.line or ""
+    return line_at(frame.filename, frame.lineno or 0, frame.name)
+
+
+def line_at(file: str, number: int, function: str) -> str:
+    """``train.py:41, in forward: x = self.fc(x)``: the one way in which a line of code is named."""
+    line = linecache.getline(file, number).strip()
     shown = line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + " …"
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {shown}".rstrip(": ")
+    return f"{file}:{number}, in {function}: {shown}".rstrip(": ")
 
 
 def user_traceback(error: BaseException) -> str:
@@ -68,6 +79,20 @@ def describe(error: BaseException) -> str:
         return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"
     except Exception:
         return f"{type(error).__name__} (its text could not be made)"
+
+
+def out_of_memory(described: str, where: str) -> WorkerLost | None:
+    """The failure, if an exception, as `describe` puts it, says that memory ran out: Python's, torch's, a device's."""
+    kind, _, text = described.partition(":")
+    says_so = kind in _MAY_SAY_SO and any(words in text.lower() for words in _OUT_OF_MEMORY_WORDS)
+    if kind not in _OUT_OF_MEMORY and not says_so:
+        return None
+    return WorkerLost(
+        f"out of memory: {described}",
+        where=where,
+        cause="this worker's memory, or its device, gave out",
+        do="a smaller batch or more microbatches; fewer workers or loader processes on this machine",
+    )
 
 
 def signal_name(number: int) -> str:

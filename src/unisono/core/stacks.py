@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import linecache
 import os
 import re
 import signal
@@ -58,15 +57,29 @@ def _size(folder: Path, pid: int) -> int | None:
 
 def main_thread(text: str) -> list[tuple[str, int, str]]:
     """(file, line, function) of the last thread in the text, which is the main one, innermost first."""
-    blocks = re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
-    frames = [[(m["file"], int(m["line"]), m["name"]) for m in _LINE.finditer(block)] for block in blocks if block]
-    return frames[-1] if frames else []
+    return _frames(_threads(text)[-1])
 
 
 def user_line(text: str) -> str:
     """``data.py:73, in __getitem__: image = read(path)``, the innermost line of the user's, or an empty string."""
-    for file, line, name in main_thread(text):
-        if process.is_user_code(file):
-            source = linecache.getline(file, line).strip()
-            return f"{file}:{line}, in {name}: {source}".rstrip(": ")
-    return ""
+    return _innermost(main_thread(text))
+
+
+def crash_line(text: str) -> str:
+    """The same for what a crash has written into a log: of the thread that crashed, or else of the main thread."""
+    _, fatal, dump = text.rpartition("Fatal Python error")
+    threads = _threads(dump) if fatal else [""]
+    crashed = next((thread for thread in threads if thread.startswith("Current thread")), "")
+    return _innermost(_frames(crashed)) or _innermost(_frames(threads[-1]))
+
+
+def _threads(text: str) -> list[str]:
+    return re.split(r"^(?=(?:Current thread|Thread) 0x)", text, flags=re.MULTILINE)
+
+
+def _frames(thread: str) -> list[tuple[str, int, str]]:
+    return [(found["file"], int(found["line"]), found["name"]) for found in _LINE.finditer(thread)]
+
+
+def _innermost(frames: list[tuple[str, int, str]]) -> str:
+    return next((process.line_at(*frame) for frame in frames if process.is_user_code(frame[0])), "")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing.process
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from unisono.core import process, stacks
-from unisono.core.errors import EmptyData, ScriptFailed, SetupError, WorkerLost, suggest
+from unisono.core.errors import EmptyData, SetupError, suggest
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import apply, derive
 from unisono.data.digest import digest
+from unisono.data.loader_failures import Failure, explain_death, failure_of, raise_here
 from unisono.data.order import Order, Split
 
 _PROBES = 4  # samples that all workers read at the start of an epoch, to compare
@@ -158,17 +158,6 @@ class _Asked:
         return iter(self.keys)
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An exception in a loader process, as text: exceptions of user code need not survive pickling."""
-
-    kind: str
-    text: str
-    where: str
-    trace: str
-    ids: list[int]
-
-
 class _Fetch:
     """The dataset as the loader processes see it: one item is one collated microbatch."""
 
@@ -201,23 +190,8 @@ class _Fetch:
             return self.fetch(key)
         except Exception as error:
             if isinstance(key, _Probe):
-                return _failure(error, [key.index])
-            return _failure(error, list(self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)))
-
-
-def _failure(error: Exception, ids: list[int]) -> _Failure:
-    return _Failure(type(error).__name__, str(error), process.user_line(error), traceback.format_exc(), ids)
-
-
-def _raise(failure: _Failure) -> None:
-    ids = ", ".join(map(str, failure.ids[:8])) + (", …" if len(failure.ids) > 8 else "")
-    error = ScriptFailed(
-        f"{failure.kind}: {failure.text}",
-        where=failure.where,
-        cause="raised by the dataset in a loader process" + (f", while reading samples {ids}" if ids else ""),
-    )
-    error.trace = failure.trace
-    raise error
+                return failure_of(error, [key.index])
+            return failure_of(error, list(self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)))
 
 
 def _same(item: Any) -> Any:
@@ -266,17 +240,14 @@ class MapLoader:
         self._asked.keys = keys
         try:
             for item in self._loader:
-                if isinstance(item, _Failure):
-                    _raise(item)
+                if isinstance(item, Failure):
+                    raise_here(item)
                 yield item
         except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+            death = explain_death(error)
+            if death is None:
                 raise
-            raise WorkerLost(
-                "a loader process died",
-                cause=str(error).splitlines()[0],
-                do="often memory: lower loader_processes or prefetch; or look in the worker's log",
-            ) from None
+            raise death from None
 
     def probe(self, epoch: int) -> tuple[int, int]:
         if self._probed[0] != epoch:
@@ -321,8 +292,8 @@ class StreamLoader:
             steps = self._steps(epoch, mine)
         empty = True
         for item in steps:
-            if isinstance(item, _Failure):
-                _raise(item)
+            if isinstance(item, Failure):
+                raise_here(item)
             empty = False
             if to_step is not None and item.step_in_epoch >= to_step:
                 return
@@ -396,4 +367,4 @@ class _Stream(torch.utils.data.IterableDataset[Any]):
         try:
             yield from self.loader._steps(self.epoch, self.mine)
         except Exception as error:
-            yield _failure(error, [])
+            yield failure_of(error, [])

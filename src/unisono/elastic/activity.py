@@ -2,12 +2,11 @@
 """What this worker is doing, kept by the loop, and the pulse: a thread that tells it to the coordinator.
 
 The pulse looks at the main thread's stack from outside: which line of the user's it is in, and whether it waits for
-other workers. So nothing on the way of a step has to say so, and a step costs two assignments.
+other workers. So nothing on the way of a step has to say so, and a step costs a few assignments.
 """
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import threading
@@ -19,9 +18,11 @@ from pathlib import Path
 from types import FrameType
 
 from unisono.core import process
+from unisono.core.black_box import BlackBox
 from unisono.wire import messages as m
 
 PULSE_S = 0.5
+AFTERWARDS = "running the rest of the script"
 _HOUSE = str(Path(__file__).parents[1]) + os.sep
 _WAITING_FILES = tuple(
     _HOUSE + name for name in (f"comm{os.sep}", f"parallel{os.sep}overlap.py", f"elastic{os.sep}station.py")
@@ -31,11 +32,30 @@ _WAITING_FILES = tuple(
 @dataclass
 class Activity:
     doing: str = "starting"
-    step: int = 0  # finished ones
     generation: int = 0
     busy: str = ""  # what it has said will take long
     per_microbatch_s: float = 0.0
     leaving: str = ""  # set by a signal
+    out_of_step_with: int | None = None  # another operation of that worker met one of ours
+    missing: Callable[[], list[int]] = list  # asks the comm for whom it waits
+    moved: Callable[[], int] = int  # asks it how often bytes came or went
+    box: BlackBox | None = None  # keeps the step for the case of a sudden death
+    _step: int = 0
+
+    @property
+    def step(self) -> int:
+        """Finished ones: the one in hand is the next, also while its data is read and its callbacks run."""
+        return self._step
+
+    @step.setter
+    def step(self, finished: int) -> None:
+        self._step = finished
+        if self.box is not None:
+            self.box.write(finished, self.generation)
+
+    @property
+    def is_training(self) -> bool:
+        return self.generation > 0 and self.doing != AFTERWARDS
 
     def now(self, doing: str) -> None:
         self.doing = doing
@@ -69,7 +89,7 @@ class Pulse:
     def status(self) -> m.Status:
         frames = sys._current_frames()
         waits = is_waiting(frames.get(self._main)) or self._lockstep_waits(frames)
-        now = (self.activity.doing, self.activity.step, self.activity.generation, waits)
+        now = (self.activity.doing, self.activity.step, self.activity.generation, waits, self.activity.moved())
         if now != self._last:
             self._last, self._since_s = now, time.monotonic()
         return m.Status(
@@ -78,6 +98,8 @@ class Pulse:
             step=self.activity.step,
             doing=self.activity.busy or self.activity.doing,
             waits=waits,
+            waits_for=self.activity.missing() if waits else [],
+            out_of_step_with=self.activity.out_of_step_with,
             busy=bool(self.activity.busy),
             for_s=round(time.monotonic() - self._since_s, 2),
             where=user_frame(frames.get(self._main)),
@@ -110,7 +132,6 @@ def user_frame(frame: FrameType | None) -> str:
     """``train.py:41, in forward: x = self.fc(x)``: the innermost line of the user's own code."""
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}: {line}".rstrip(": ")
+            return process.line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
     return ""

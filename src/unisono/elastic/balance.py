@@ -50,6 +50,16 @@ def better(seconds: Sequence[float], now: Sequence[int]) -> list[int] | None:
     return then
 
 
+def division(seconds: Sequence[float], microbatches: int) -> list[int]:
+    """The shares of a new generation: by speed where it is known and makes a difference, otherwise even."""
+    even = even_shares(len(seconds), microbatches)
+    known = [each for each in seconds if each > 0]
+    if len(known) < 2:
+        return even
+    usual = statistics.median(known)  # for those who have just come
+    return better([each if each > 0 else usual for each in seconds], even) or even
+
+
 def slow_ones(seconds: Sequence[float]) -> dict[int, float]:
     """Position: how many times slower than the median of the others."""
     found = {}

@@ -34,6 +34,7 @@ TICK_S = 0.25
 _REACH_S = 4.0
 _GREETING_S = 10.0  # for the first words of a connection
 _UNCONFIRMED_S = 8.0  # what a host does not confirm for so long is lost, and its connection with it
+_LARGEST = 1 << 22  # bytes of a message from the network: a stranger may send that much before it is turned away
 _FAREWELL_S = 2.0  # for the last words of other hosts' workers
 
 
@@ -68,13 +69,17 @@ class Coordinator:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.settings.socket)
         servers.append(await unix_serve(self._meet, self.settings.socket, ping_interval=None, max_size=None))
-        if self.settings.listen and self._certificate is not None:
-            ip, port = self.settings.listen
-            tls = self._certificate.server_context()
-            servers.append(await serve(self._meet_stranger, ip, port, ssl=tls, ping_interval=None, max_size=1 << 24))
         while True:
+            if self.settings.listen and len(servers) == 1:
+                with contextlib.suppress(OSError):  # somebody took the port while we were away: the training goes on
+                    servers.append(await self._open_door(*self.settings.listen))
             await asyncio.sleep(TICK_S)
             self._carry_out(self.quorum.tick(time.monotonic()))
+
+    async def _open_door(self, ip: str, port: int) -> Server:
+        assert self._certificate is not None
+        tls = self._certificate.server_context()
+        return await serve(self._meet_stranger, ip, port, ssl=tls, ping_interval=None, max_size=_LARGEST)
 
     async def _meet_stranger(self, connection: ServerConnection) -> None:
         """Over the network: both sides prove the secret before anything else is said."""
@@ -127,8 +132,10 @@ class Coordinator:
             return JoinError("the run has an owner, on its own machine", do="use unisono join")
         if hello.role != "host" or hello.host in self.quorum.hosts or not hello.room:
             return None
-        living = len(self.quorum._living())
-        if living < self.quorum.target and not self.quorum.closing:
+        if self.quorum.closing:
+            return RunIsFull("the run is about to end and needs nobody any more", do="join the next one")
+        living = len(self.quorum.living())
+        if living < self.quorum.target:
             return None
         return RunIsFull(
             f"the run has all the workers it may have ({living} of {self.quorum.target})",
@@ -166,6 +173,7 @@ class Coordinator:
         failure = {"what": over.because, "exit_code": over.number} if over.number else None
         for host in set(self.connections) - {self.owner}:
             self._send(host, m.End(failure=failure))
+        self._carry_out(self.quorum.hear(over, self.owner, time.monotonic()))
         deadline_s = time.monotonic() + _FAREWELL_S
         while set(self.connections) - {self.owner} and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)

@@ -25,7 +25,7 @@ class Death:
 
 def pause_s(young_deaths: int) -> float:
     """How long to wait before the next in a row of workers that die young: 0, 1, 2, 4 ... seconds."""
-    return min(LONGEST_PAUSE_S, 2.0 ** (young_deaths - 1)) if young_deaths > 0 else 0.0
+    return min(LONGEST_PAUSE_S, 2.0 ** min(young_deaths - 1, 10)) if young_deaths > 0 else 0.0
 
 
 def no_accident(earlier: list[Death], death: Death) -> SamePlaceTwice | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.comm.seam import Comm, Message
 from unisono.core import events
-from unisono.core.errors import PeerLost
+from unisono.core.errors import PeerLost, ReplicasDisagree
 from unisono.core.membership import Membership
 from unisono.elastic import state_tree
 from unisono.elastic.activity import Activity
@@ -112,6 +112,8 @@ class Session:
 
     def reform(self, replica: Replica, lost: PeerLost | None) -> None:
         """After a loss, or for a change at a step boundary (`lost` is None): on to the next generation."""
+        if lost is not None and lost.out_of_step:
+            self._await_verdict(lost)
         started_s = time.monotonic()
         self.activity.now("re-forming")
         if lost is not None:
@@ -119,6 +121,19 @@ class Session:
         replica.abandon()
         self.faults.reach("reform")
         self._form_until_it_holds(replica, started_s)
+
+    def _await_verdict(self, lost: PeerLost) -> None:
+        """Two different operations have met. Everyone stays where it is, for the coordinator to see who is elsewhere:
+        to re-form would give those who are right the state of the one who is not."""
+        self.activity.out_of_step_with = lost.worker
+        decided = self.station.await_verdict(self.generation)
+        self.activity.out_of_step_with = None
+        if not decided:
+            raise ReplicasDisagree(
+                f"{lost.what}: {self.activity.doing} (step {self.activity.step + 1})",
+                cause="all are at the same place, but not with the same model: a layer frozen, added or resized on one",
+                do="let every worker change the model in the same way, at the same step",
+            )
 
     def _form_until_it_holds(self, replica: Replica, started_s: float) -> None:
         while True:
@@ -159,14 +174,16 @@ class Session:
 
     def _heal(self, replica: Replica, membership: Membership) -> Healed:
         """Everybody says where it stands; those who are behind copy the state of those who are not."""
-        first = membership.generation == 1
-        row = [float(self._holds_state), float(replica.position), float(replica.initial_digest() if first else 0)]
+        # The digest counts while nobody holds state: in the first generation, or the next if that one never formed.
+        digest = 0 if self._holds_state else replica.initial_digest()
+        row = [float(self._holds_state), float(replica.position), float(digest), float(self.activity.step)]
         rows = [each.tolist() for each in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
-        standings = [Standing(bool(holds), int(position), int(digest)) for holds, position, digest in rows]
+        standings = [Standing(bool(holds), int(position), int(digest)) for holds, position, digest, _ in rows]
         donors, receivers = donors_and_receivers(standings)
         if not receivers:
             return Healed()
         self.activity.now("copying the state" if self.comm.rank in receivers else "giving the state to a joiner")
+        self.faults.step = max(int(row[3]) for row in rows) + 1  # a joiner does not know it yet
         self.faults.reach("heal")
         moved = self._move_state(replica, donors, receivers, membership)
         return Healed(tuple(membership.members[rank] for rank in receivers), moved)

@@ -39,14 +39,16 @@ class Station(Protocol):
 
     def next_form(self, after: int) -> m.Form: ...
 
+    def await_verdict(self, after: int) -> bool: ...
+
     def await_turn(self, number: int) -> None: ...
 
 
 class Manned:
-    """The station of a worker in a supervised run."""
+    """The station of a worker in a supervised run. `verdict_s`: how long the coordinator may take to find a culprit."""
 
-    def __init__(self, worker: int, tell: Callable[[m.Message], None]) -> None:
-        self.worker, self.tell = worker, tell
+    def __init__(self, worker: int, tell: Callable[[m.Message], None], verdict_s: float = 60.0) -> None:
+        self.worker, self.tell, self.verdict_s = worker, tell, verdict_s
         self.stop_because = ""
         self._form: m.Form | None = None
         self._depart: m.Depart | None = None
@@ -91,6 +93,11 @@ class Manned:
                 raise Departed(self._form.because)
             return self._form
 
+    def await_verdict(self, after: int) -> bool:
+        """Something is wrong between the workers, and the coordinator sees who does what. Whether it has decided."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.has_news(after), self.verdict_s)
+
     def await_turn(self, number: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: number in self._turns or self._depart is not None)
@@ -130,6 +137,10 @@ class Alone:
             urgent=True,
             because="the run starts",
         )
+
+    def await_verdict(self, after: int) -> bool:
+        del after
+        return False
 
     def await_turn(self, number: int) -> None:
         del number

@@ -7,7 +7,7 @@ If it dies inside, the next one goes in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -19,24 +19,25 @@ class Turns:
 
     def hear(self, worker: int, number: int, through: bool) -> None:
         if not through:
+            if self.inside.get(number) == worker:  # it asks again: our answer may have been lost
+                del self.inside[number]
             self.waiting.setdefault(number, set()).add(worker)
-        elif number not in self.done:
+            return
+        self.inside.pop(number, None)
+        self.waiting.get(number, set()).discard(worker)
+        if number not in self.done:
             self.done.append(number)
-            self.inside.pop(number, None)
 
-    def grants(self, there: list[int]) -> Iterator[tuple[int, int]]:
-        """(place, worker) for everyone who may go in now; `there` are the workers that still live."""
+    def grants(self, there: Collection[int]) -> list[tuple[int, int]]:
+        """(place, worker) for everyone who may go in now; `there` are the workers that still take part."""
+        granted: list[tuple[int, int]] = []
         for number, workers in self.waiting.items():
             if number in self.done:
-                for worker in sorted(workers):
-                    yield number, worker
+                granted += [(number, worker) for worker in sorted(workers) if worker in there]
                 workers.clear()
-                continue
-            if self.inside.get(number) in there:
-                continue
-            self.inside.pop(number, None)
-            if there and min(there) in workers:
+            elif self.inside.get(number) not in there and there and min(there) in workers:
                 first = min(there)
                 workers.discard(first)
                 self.inside[number] = first
-                yield number, first
+                granted.append((number, first))
+        return granted

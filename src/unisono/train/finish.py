@@ -14,6 +14,7 @@ import torch
 from unisono.checkpoint.weights import save_state
 from unisono.core import events
 from unisono.core.errors import PeerLost
+from unisono.elastic.activity import AFTERWARDS
 from unisono.train.job import Job
 from unisono.train.options import Result
 from unisono.wire.messages import Finished
@@ -27,6 +28,7 @@ def finish(job: Job, seconds: float) -> Result:
         except PeerLost as lost:
             job.reform(lost)
     job.session.station.tell(Finished(worker=job.context.worker))
+    job.session.activity.now(AFTERWARDS)
     return result
 
 
@@ -45,7 +47,7 @@ def _conclude(job: Job, seconds: float) -> Result:
         workers=job.comm.size,
         microbatches=job.spec.microbatches,
         skipped_steps=state.skipped,
-        stopped_early=state.stopped_early,
+        stopped_early=state.stopped_early and (job.session.station.stop_because or state.stopped_early),
         weights_file=_save(job),
         history=state.history,
     )

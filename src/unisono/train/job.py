@@ -7,9 +7,7 @@ its members and holds its state. To the session, the job is the replica whose st
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +26,6 @@ from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, Setup
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec, resolve_microbatches
-from unisono.data.digest import digest
 from unisono.data.loading import Data, Loader, StepData, open_loader
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
@@ -36,6 +33,7 @@ from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
 from unisono.train import numerics
+from unisono.train.agreement import facts_of
 from unisono.train.context import Context
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
@@ -116,12 +114,15 @@ class Job:
             "train": self.state.as_dict(),
             "strategy": self.strategy.state_out(),
             "trainable": [p.requires_grad for p in self.request.model.parameters()],
+            "modes": [module.training for module in self.request.model.modules()],
             "travellers": {name: item.state_dict() for name, item in self.request.travellers.items()},
         }
 
     def state_in(self, state: dict[str, Any]) -> None:
         for parameter, trainable in zip(self.request.model.parameters(), state["trainable"], strict=True):
             parameter.requires_grad_(trainable)
+        for module, training in zip(self.request.model.modules(), state["modes"], strict=True):
+            module.training = training
         self.strategy.state_in(state["strategy"])
         for name, item in self.request.travellers.items():
             item.load_state_dict(state["travellers"][name])
@@ -136,6 +137,7 @@ class Job:
 
     def reform(self, lost: PeerLost | None) -> None:
         """On to the next generation; everyone in it then stands at the same place."""
+        self.session.activity.step = self.state.step
         self.session.reform(self, lost)
         for data in self.state.news:  # whoever was to tell it may be the one who died
             event = events.from_dict(data)
@@ -259,6 +261,9 @@ def open_job(context: Context, request: Request) -> Job:
     _move_optimizer_state(request.optimizer, device)
     loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
     comm, address = _open_comm(context, device)
+    if isinstance(comm, MeshComm):
+        mesh = comm
+        context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     strategy = STRATEGIES[_strategy_name(request)](
@@ -277,7 +282,8 @@ def open_job(context: Context, request: Request) -> Job:
         session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
         guard = Guard(request.model, context.spec.verify_every)
         job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
-        session.begin(job, address, _facts(job, length, seen))
+        facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
+        session.begin(job, address, facts)
     except BaseException:
         loader.close()
         strategy.close()
@@ -344,6 +350,12 @@ def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
     place = context.place
     if place is None:
         return ThreadComm(Hub(), context.worker), ""
+    if device.type == "cuda" and place.bind:
+        raise SetupError(
+            "GPUs on several machines are not there yet",
+            cause="workers with GPUs meet through a file, which other machines do not have",
+            do="leave out --listen, or use --device cpu",
+        )
     if device.type == "cuda":
         return ProcessGroupComm(context.worker, "nccl"), ""
     credentials = Certificate(**place.credentials) if place.credentials else None
@@ -365,34 +377,11 @@ def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device
                 state[key] = value.to(device)
 
 
-def _facts(job: Job, samples: int, seen: int) -> dict[str, str]:
-    """What every worker must have come to, for the coordinator to compare: before anything depends on it."""
-    model, optimizer = job.request.model, job.request.optimizer
-    facts = {name: str(value) for name, value in job.spec.model_dump(exclude={"samples", "parameters"}).items()}
-    shapes = [
-        (name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), tensor.requires_grad)
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    ]
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    return facts | {
-        "model": f"{job.spec.parameters:,} parameters, {digest(json.dumps(shapes)):012x}",
-        "optimizer settings": json.dumps(settings, default=_by_kind)[:400],
-        "samples": str(samples),
-        "data": f"{seen:012x}",
-        "device": f"{job.fingerprint.device}, {job.fingerprint.instructions}",
-        "torch": torch.__version__,
-        "python": ".".join(platform.python_version_tuple()[:2]),
-    }
-
-
-def _by_kind(value: Any) -> str:
-    """For what JSON does not know: tensors by value, anything else by its kind, for its text may hold an address."""
-    return str(value.tolist()) if isinstance(value, Tensor) else type(value).__name__
-
-
 def _announce(job: Job) -> None:
-    if job.session.generation == 1 and job.session.healed.workers:
-        job.notice_once("initial-weights", "the workers built different initial weights; all now use worker 0's")
+    healed = job.session.healed.workers
+    if healed and job.worker_at(0) not in healed and not job.state.position:
+        first = job.worker_at(0)
+        job.notice_once("initial-weights", f"the workers built different initial weights; all now use worker {first}'s")
     steps = job.loader.steps_per_epoch
     limits = [steps * job.spec.epochs] if steps and job.spec.epochs else []
     limits += [job.spec.max_steps] if job.spec.max_steps else []

@@ -23,6 +23,7 @@ from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
+from unisono.train.nonfinite import check_finite, line_of
 from unisono.train.options import EarlyStop, EpochInfo, StepInfo
 from unisono.train.state import TrainState
 
@@ -67,15 +68,16 @@ def train(job: Job, plan: Plan) -> None:
         try:
             go_through_epoch(job, plan, state)
         except PeerLost as lost:  # nothing of the step in hand has happened
-            before = state.step
+            before = state.step, state.epoch
             job.reform(lost)
-            catch_up(job, plan, state, before)
+            catch_up(job, plan, state, *before)
         except ComputeAgain:  # the state has been put back to where the workers last agreed
             continue
 
 
 def go_through_epoch(job: Job, plan: Plan, state: TrainState) -> None:
     """The steps that are left of it, then its end; or up to where the membership changes."""
+    job.session.activity.step = state.step
     job.session.activity.now(f"checking the data of epoch {state.epoch + 1}")
     job.check_data(state.epoch)
     for data in steps(job, state):
@@ -91,12 +93,14 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     with job.session.step(state.step) as attempt:
         reduced = gradients(job, plan, attempt, data)
     notes = [Notes(*row) for row in reduced.notes]
-    if not check_finite(job, plan, reduced, state.step):
+    find_line = partial(_line_of, job, plan, attempt, data)
+    if not check_finite(job, reduced, state.step, find_line, plan.on_nonfinite):
         state.advance(math.nan, sum(data.step.counts), skipped=True)
         return any(row.change for row in notes)
     # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
     seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
     job.faults.reach("update")
+    job.session.activity.now("updating the weights")
     update_started = time.perf_counter()
     job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
     job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
@@ -110,17 +114,21 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s)
     if state.step > job.told:
         job.told = state.step
+        job.session.activity.now(f"in a callback after step {state.step}")
         plan.on_step(StepInfo(state.step, state.epoch + 1, reduced.loss, lr, state.samples, job.is_first))
     return any(row.change for row in notes)
 
 
-def catch_up(job: Job, plan: Plan, state: TrainState, before: int) -> None:
-    """This worker got a step's result from others, who had finished it: its callbacks still hear of the step."""
+def catch_up(job: Job, plan: Plan, state: TrainState, step: int, epoch: int) -> None:
+    """This worker stood at `step` and `epoch`, and got what came after from others, who had finished it: its callbacks
+    still hear of the step, and of the epoch's end."""
     for data in state.news:
         event = events.from_dict(data)
-        if isinstance(event, events.StepFinished) and event.step > before:
+        if isinstance(event, events.StepFinished) and event.step > step:
             job.told = event.step
             plan.on_step(StepInfo(event.step, event.epoch, event.loss, event.lr, event.samples, job.is_first))
+    if state.epoch > epoch:
+        plan.on_epoch(EpochInfo(**state.last_epoch, is_first_worker=job.is_first))
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,7 @@ def steps(job: Job, state: TrainState) -> Iterator[Loaded]:
     source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
     while not _stop_now(job, state):
         started = time.perf_counter()
+        job.session.activity.step = state.step
         job.session.activity.now("reading data")
         job.faults.step = state.step + 1
         job.faults.reach("data")
@@ -196,22 +205,9 @@ def _loss_again(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> float:
     return loss
 
 
-def check_finite(job: Job, plan: Plan, reduced: Reduced, step: int) -> bool:
-    """Whether the step may be taken; raises where a loss that is not finite should end the run."""
-    bad = [i for i, loss in enumerate(reduced.losses) if reduced.weights[i] and not math.isfinite(loss)]
-    if not bad:
-        return True
-    assert job.session.membership is not None
-    owner = job.session.membership.owner_of(bad[0])
-    what = f"the loss is {reduced.losses[bad[0]]} at step {step + 1}, microbatch {bad[0]}, on worker {owner}"
-    if plan.on_nonfinite == "stop":
-        raise NonFiniteLoss(
-            what,
-            cause="often a learning rate that is too high, a division by zero in the loss, or a bad sample",
-            do='lower the learning rate, clip gradients, look at that batch; or go on with on_nonfinite="skip"',
-        )
-    job.commit(events.StepSkipped(step=step + 1, because=what))
-    return False
+def _line_of(job: Job, plan: Plan, attempt: Attempt, data: Loaded, index: int) -> str:
+    batch = data.batches[index - attempt.mine.start]
+    return line_of(job, Microbatch(attempt.step, index, 1.0), partial(plan.compute, batch))
 
 
 def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, seconds: float) -> None:
@@ -252,7 +248,13 @@ def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:
         seconds = time.perf_counter() - started
         job.commit(events.Evaluated(step=state.step, epoch=state.epoch + 1, metrics=metrics, seconds=seconds))
     plan.after_epoch(metrics)
-    plan.on_epoch(EpochInfo(state.epoch + 1, state.step, state.epoch_loss, metrics, job.is_first))
+    state.last_epoch = {
+        "epoch": state.epoch + 1,
+        "step": state.step,
+        "train_loss": state.epoch_loss,
+        "metrics": metrics,
+    }
+    plan.on_epoch(EpochInfo(**state.last_epoch, is_first_worker=job.is_first))
     if plan.early_stop and plan.early_stop.should_stop([entry[plan.early_stop.metric] for entry in state.history]):
         best = plan.early_stop
         state.stopped_early = f"{best.metric} has not improved for {best.patience} evaluations"

@@ -7,24 +7,29 @@ The loader yields this worker's microbatches; `backward` and `step` stand where 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
+from types import CodeType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from unisono.core import events, seeds
+from unisono.core import events, process, seeds
 from unisono.core.errors import PeerLost, SetupError
-from unisono.data.loading import Data
+from unisono.data.loading import Data, open_loader
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train import context as contexts
 from unisono.train.finish import finish
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job, Request, open_job
-from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, Plan, check_finite, current_lr, report_step, to_device
+from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, current_lr, report_step, to_device
+from unisono.train.nonfinite import check_finite
 from unisono.train.options import Clip, Result
 
 
@@ -114,12 +119,17 @@ class OwnLoop:
         self._pending: Reduced | None = None
         self._due: Literal["nothing", "a backward pass", "a backward pass for show"] = "nothing"
         self._left_over: list[Microbatch] = []  # empty microbatches behind the last one with samples
-        self._plan = Plan(compute=lambda _: torch.zeros(()))
+        self._index = 0  # of the microbatch in hand
+        self._handed_over: dict[int, tuple[CodeType, int]] = {}  # microbatch: where its loss was given to us
         self._loaded: Loaded | None = None
         self._last_batch: Any = None
         self._left_inside_a_step = False
         self._iterations = 0  # over the loader
         self._start_over = False  # the membership has changed: the step in hand is dealt out anew
+        self._change_due = False  # all have agreed to re-form, as soon as the script is through with the step
+        self._copied: dict[str, Any] | None = None  # state of others, from an epoch that the script is yet to come to
+        if job.position:
+            self._keep_copy()
 
     @property
     def is_first_worker(self) -> bool:
@@ -132,6 +142,7 @@ class OwnLoop:
         if epoch < self.state.epoch or self.state.stopped_early:
             return  # done before this worker joined, or the run is to end
         self.job.request.model.train()
+        self._put_copy_back()
         try:
             while self.state.epoch == epoch:
                 yield from self._rest_of_epoch()
@@ -144,7 +155,11 @@ class OwnLoop:
     def _rest_of_epoch(self) -> Iterator[Any]:
         """From where the run stands to the epoch's end, or to where the membership changes."""
         job, state, self._start_over = self.job, self.state, False
+        if self._change_due:  # the script left the last epoch at the step that was to be followed by it
+            self._reform(None)
+            return
         try:
+            job.session.activity.step = state.step
             job.session.activity.now(f"checking the data of epoch {state.epoch + 1}")
             job.check_data(state.epoch)
         except PeerLost as lost:
@@ -153,6 +168,7 @@ class OwnLoop:
         source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
         while not (self._start_over or state.stopped_early):
             self._step_started_s = time.perf_counter()
+            job.session.activity.step = state.step
             job.session.activity.now("reading data")
             job.faults.step = state.step + 1
             job.faults.reach("data")
@@ -166,9 +182,22 @@ class OwnLoop:
     def _reform(self, lost: PeerLost | None) -> None:
         self.job.reform(lost)
         self._deal_again()
+        self._change_due = False
+        if self.state.epoch >= self._iterations:
+            self._keep_copy()
 
     def _deal_again(self) -> None:
         self._pending, self._due, self._left_inside_a_step, self._start_over = None, "nothing", False, True
+
+    def _keep_copy(self) -> None:
+        """The script will still do here what it does behind an epoch, and the others have done it: a schedule's step,
+        say. So that it does not count twice, the state is put back where the script catches up with the run."""
+        self._copied = copy.deepcopy(self.job.state_out())
+
+    def _put_copy_back(self) -> None:
+        if self._copied is not None:
+            self.job.state_in(self._copied)
+            self._copied = None
 
     def _one_step(self, loaded: Loaded) -> Iterator[Any]:
         job = self.job
@@ -187,7 +216,7 @@ class OwnLoop:
         for position, (microbatch, batch) in enumerate(full):
             job.faults.reach("forward")
             job.strategy.begin_microbatch(microbatch)
-            self._is_last = position == len(full) - 1
+            self._index, self._is_last = microbatch.index, position == len(full) - 1
             self._due, self._last_batch = "a backward pass", batch
             yield batch
             self._refuse_missing_calls()
@@ -196,30 +225,40 @@ class OwnLoop:
         if not full:
             yield from self._go_through_the_motions()
         self._left_inside_a_step = False
+        if self._change_due:
+            self._reform(None)
 
     def _go_through_the_motions(self) -> Iterator[Any]:
         """A step in which this worker has no samples: the script gets its last batch once more and nothing comes of
         it, so that ``run.step()``, and whatever the script does after it, happens on every worker equally often."""
-        if self._last_batch is None:
-            raise SetupError(
-                "the first step has no samples for this worker",
-                cause="the dataset is smaller than the number of microbatches",
-                do="use fewer --microbatches and --workers",
-            )
+        if self._last_batch is None:  # its very first step here
+            self._last_batch = self._any_batch()
         self._due, self._is_last = "a backward pass for show", True
         yield self._last_batch
         self._refuse_missing_calls()
 
+    def _any_batch(self) -> Any:
+        """The step's first microbatch, which has samples if any has; read without disturbing the loader processes."""
+        job = self.job
+        data = dataclasses.replace(job.request.data, loader_processes=0, prefetch=None)
+        loader = open_loader(data, job.spec.batch_size, job.spec.microbatches, job.spec.seed)
+        step = next(loader.epoch(self.state.epoch, self.state.step_in_epoch, range(1)))
+        return to_device(next(iter(step.batches)), job)
+
     def _refuse_missing_calls(self) -> None:
-        if self._due != "nothing":
-            raise SetupError("a batch was taken and run.backward(loss) was not called for it")
-        if self._pending is not None:
-            raise SetupError("run.step() was not called after run.backward(loss)")
+        """Each worker's part of a step is needed by all: whoever leaves something out must hear of it at once."""
+        missing = "run.backward(loss)" if self._due != "nothing" else "run.step()" if self._pending is not None else ""
+        if missing:
+            raise SetupError(
+                f"step {self.state.step + 1}: a batch was taken and {missing} was not called for it",
+                cause="the other workers wait for this one's part of the step",
+                do="call run.backward(loss), then run.step(), once for every batch; no continue in front of them",
+            )
 
     def _refuse_half_steps(self) -> None:
         if self._left_inside_a_step:
             raise SetupError(
-                "the loop was left in the middle of a step",
+                f"the loop was left in the middle of step {self.state.step + 1}",
                 cause="one step is several microbatches, of which each worker has its own",
                 do="break only after run.step() returned True",
             )
@@ -230,6 +269,8 @@ class OwnLoop:
         if due == "nothing":
             raise SetupError("run.backward(loss) was called twice for one batch", do="add the losses, call it once")
         if due == "a backward pass":
+            caller = sys._getframe(1)
+            self._handed_over[self._index] = caller.f_code, caller.f_lineno
             self.job.strategy.backward(loss)
         else:
             self.job.strategy.forget_forward_pass()
@@ -265,7 +306,12 @@ class OwnLoop:
         rows = [Notes(*row) for row in reduced.notes]
         self.job.check_stream(self.state.step + 1, [row.check for row in rows])
         self.job.compare_replicas(self.state.step, [row.checksum for row in rows])
+        check_finite(self.job, reduced, self.state.step, self._line_of)
         self._pending = reduced
+
+    def _line_of(self, microbatch: int) -> str:
+        code, line = self._handed_over[microbatch]
+        return process.line_at(code.co_filename, line, code.co_name)
 
     def step(self) -> bool:
         """Instead of ``optimizer.step()``. Updates after the step's last microbatch, and says whether it did."""
@@ -278,7 +324,6 @@ class OwnLoop:
         reduced, self._pending = self._pending, None
         assert reduced is not None
         assert self._loaded is not None
-        check_finite(self.job, self._plan, reduced, self.state.step)
         lr = current_lr(self.job)
         self.job.faults.reach("update")
         seeds.apply(seeds.derive(self.job.spec.seed, "update", self.state.step))
@@ -292,12 +337,13 @@ class OwnLoop:
         if any(row.stop for row in rows):
             self.state.stopped_early = self.job.session.station.stop_because or "the run was asked to stop"
         report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
-        if any(row.change for row in rows) and not self.state.stopped_early:
-            self._reform(None)
+        # Later: what the script does after this step, such as a schedule's step, belongs to the state that travels.
+        self._change_due = any(row.change for row in rows) and not self.state.stopped_early
 
     def finish(self, **metrics: float) -> Result:
         """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""
         self._refuse_half_steps()
+        self._put_copy_back()
         metrics = {name: float(value) for name, value in metrics.items()}
         if {"step", "epoch"} & set(metrics):
             raise SetupError("metrics may not be called step or epoch: those names are taken")

@@ -7,6 +7,7 @@ nothing in it says which.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ class Trainer:
         self._check_options(batch_norm)
         self._request = Request(
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
-            schedule, count, travellers={"schedule": schedule} if hasattr(schedule, "state_dict") else {},
+            schedule, count, travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)),
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
@@ -140,10 +141,14 @@ class Trainer:
         try:
             job = open_job(context, self._request)
             try:
+                # A worker that joins holds the others' state: its callbacks begin as theirs did, without undoing it.
+                copied = copy.deepcopy(job.state_out()) if job.position else None
                 self.model.train()
                 plan = self._plan(job)
                 for callback in self.callbacks:
                     callback.on_start(self)
+                if copied is not None:
+                    job.state_in(copied)
                 train(job, plan)
                 result = finish(job, time.perf_counter() - started)
             finally:
@@ -229,6 +234,17 @@ class Trainer:
             self.schedule.step(metrics["loss"])
         else:
             self._step_schedule()
+
+
+def _numbered(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    return {f"callback {number}": callback for number, callback in enumerate(callbacks)}
+
+
+def _that_travel(items: dict[str, Any]) -> dict[str, Any]:
+    """Those with state that a worker that joins can take over."""
+    return {
+        name: item for name, item in items.items() if hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+    }
 
 
 def as_data(value: Any) -> Data:

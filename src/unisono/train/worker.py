@@ -21,12 +21,12 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unisono.core import events, process, seeds, stacks
+from unisono.core.black_box import BlackBox
 from unisono.core.errors import (
     InternalError,
     ModelMismatch,
@@ -40,6 +40,7 @@ from unisono.core.errors import (
 from unisono.core.faults import parse_plan
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
+from unisono.data.loader_failures import explain_death
 from unisono.elastic.activity import Pulse
 from unisono.elastic.fault_points import FaultPoints
 from unisono.elastic.station import Departed, Manned
@@ -48,7 +49,7 @@ from unisono.wire.channel import FD_VARIABLE, Channel
 
 VARIABLE = "UNISONO_WORKER"  # JSON: what the host tells it; see control.local_workers
 
-_TENSOR_ARRIVES = os.path.join("torch", "multiprocessing", "reductions.py")
+_VERDICT_S = 5.0  # for the coordinator to look at a worker that has hung
 _SCREEN = 20_000  # characters of a traceback that are worth showing
 
 
@@ -67,7 +68,7 @@ def main() -> int:
     def emit(event: events.Event) -> None:
         channel.send(dataclasses.replace(event, worker=worker))
 
-    station = Manned(worker, channel.tell)
+    station = Manned(worker, channel.tell, spec.hang_after + _VERDICT_S)
     channel.listen(station.hear)
     context = Context(
         spec,
@@ -79,6 +80,8 @@ def main() -> int:
     )
     set_current(context)
     emit(events.WorkerStarted(pid=os.getpid(), host=socket.gethostname(), replaces=settings["replaces"]))
+    with contextlib.suppress(OSError):
+        context.activity.box = BlackBox(Path(settings["scratch"]))
     pulse = Pulse(worker, context.activity, channel.tell)
     pulse.start()
     _leave_on_signals(context, pulse)
@@ -97,18 +100,24 @@ def main() -> int:
             emit(events.Notice(code="departed", text=str(departed.failure)))
         return departed.failure.exit_code if departed.failure else Preempted.exit_code
     except BaseException as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
-        failure = _explain(error)
-        trace = failure.trace or process.user_traceback(error)
-        with contextlib.suppress(Exception):  # the script may have closed it
-            sys.stderr.write(trace)
-        # What Unisono itself has found needs no stack on the screen; the log has it.
-        theirs = isinstance(failure, ScriptFailed | ModelMismatch | InternalError)
-        shown = trace[-_SCREEN:] if theirs and not isinstance(error, NothingTrained | SystemExit) else ""
-        emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown, step=context.activity.step))
-        return failure.exit_code
+        return _report(error, context)
     channel.farewell()
     return 0
+
+
+def _report(error: BaseException, context: Context) -> int:
+    """Tell what ended the script; the exit code for it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
+    failure = _explain(error)
+    trace = failure.trace or process.user_traceback(error)
+    with contextlib.suppress(Exception):  # the script may have closed it
+        sys.stderr.write(trace)
+    # What Unisono itself has found needs no stack on the screen; the log has it.
+    theirs = isinstance(failure, ScriptFailed | ModelMismatch | InternalError)
+    shown = trace[-_SCREEN:] if theirs and not isinstance(error, NothingTrained | SystemExit) else ""
+    step = context.activity.step if context.activity.is_training else None
+    context.emit(events.WorkerFailed(failure=failure.as_dict(), traceback=shown, step=step))
+    return failure.exit_code
 
 
 def _place(settings: dict[str, Any], worker: int) -> Place:
@@ -161,41 +170,17 @@ def _explain(error: BaseException) -> UnisonoError:
     if isinstance(error, NothingTrained):  # ours alone: no line of the script is at fault
         return error
     where = process.user_line(error)
-    loader_death = _loader_death(error)
-    if loader_death and type(error) is not WorkerLost:
-        return WorkerLost(
-            "a loader process died",
-            where=where,
-            cause=loader_death,
-            do="often memory: lower loader_processes or prefetch; or look in the worker's log",
-        )
-    if isinstance(error, UnisonoError):
-        error.where = error.where or where
-        return error
-    if isinstance(error, SystemExit):
-        return ScriptFailed(f"the script left with sys.exit({error.code!r})", where=where)
-    if isinstance(error, MemoryError) or type(error).__name__ in ("OutOfMemoryError", "AcceleratorError"):
-        return WorkerLost(
-            process.describe(error),
-            where=where,
-            cause="this worker's memory, or its device, gave out",
-            do="a smaller batch or more microbatches; fewer workers or loader processes on this machine",
-        )
-    kind = ScriptSyntax if isinstance(error, SyntaxError) else ScriptFailed
-    return kind(process.describe(error), where=where)
-
-
-def _loader_death(error: BaseException | None) -> str:
-    """Torch says it from a signal handler, at any line; or a tensor was on its way when the process died."""
-    while error is not None:
-        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
-            return str(error).splitlines()[0]
-        if isinstance(error, ConnectionError | EOFError | FileNotFoundError):
-            frames = traceback.extract_tb(error.__traceback__)
-            if any(frame.filename.endswith(_TENSOR_ARRIVES) for frame in frames):
-                return f"it was gone while it sent a batch ({process.describe(error)})"
-        error = error.__cause__ or error.__context__
-    return ""
+    found: UnisonoError | None = error if type(error) is WorkerLost else explain_death(error)
+    raised = error.__cause__ if isinstance(error, ModelMismatch) and error.__cause__ else error
+    found = found or process.out_of_memory(process.describe(raised), where)
+    if found is None and isinstance(error, UnisonoError):
+        found = error
+    if found is None and isinstance(error, SystemExit):
+        found = ScriptFailed(f"the script left with sys.exit({error.code!r})")
+    if found is None:
+        found = (ScriptSyntax if isinstance(error, SyntaxError) else ScriptFailed)(process.describe(error))
+    found.where = found.where or where
+    return found
 
 
 def _leave(code: int) -> None:

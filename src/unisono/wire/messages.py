@@ -46,6 +46,8 @@ class Status(Message):
     step: int = 0  # finished ones
     doing: str = "starting"
     waits: bool = False
+    waits_for: list[int] = field(default_factory=list)  # workers of whom it has not all it needs, where that is known
+    out_of_step_with: int | None = None  # a worker that sent another number of bytes than this one expected
     busy: bool = False  # it has said that this will take long
     for_s: float = 0.0  # how long it has been doing that
     where: str = ""  # the user's line it is in
@@ -177,7 +179,7 @@ class Relay(Message):
     number: int
     event: dict[str, Any] | None = None
     log_of: int = 0
-    output: str = ""
+    output: str = ""  # its bytes, one character each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +194,13 @@ class Acknowledge(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Message):
-    """`what` is scale (with `number`), stop, preempt or ps."""
+    """`what`: scale (to `number`), stop, preempt, leave (`host`'s workers), over (from the owner), ps, reach back."""
 
     kind = "command"
     what: str
     number: int = 0
     because: str = ""
+    host: str = ""  # empty: the one that says it
 
 
 @dataclass(frozen=True, kw_only=True)
