@@ -140,12 +140,11 @@ def test_sixty_faults_in_one_run(calm: Calm, tmp_path: Path) -> None:
         Fault("hang", 2, 6, "data"),
         Fault("drop", 3, 7, "collective"),
         Fault("kill", 0, 8, "collective"),
-        Fault("kill", 1, 30, "reform"),
     ]
     with begin(SCRIPT, tmp_path, "--hang-after", "4", faults=faults, pace_s=0.02) as run:
-        run.until_fired(7)
-        set_pace(tmp_path, 0.2)
-        deeds = ["kill"] * 16 + ["nap"] * 27 + ["sleep"] * 3 + ["coordinator"] * 6
+        run.until_fired(len(faults))
+        set_pace(tmp_path, 0.12)
+        deeds = ["kill"] * 12 + ["nap"] * 33 + ["sleep"] * 2 + ["coordinator"] * 6
         rng = random.Random(60)
         rng.shuffle(deeds)
         for deed in deeds:

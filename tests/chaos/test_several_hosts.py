@@ -304,8 +304,8 @@ def meet(host: Host, place: tuple[str, int], answer: Callable[[str, dict[str, st
         with connect(url, sock=wire.end, ssl=unverified_client_context(), close_timeout=1) as connection:
             connection.send(json.dumps({"nonce": "n" * 32}))
             connection.send(answer("n" * 32, json.loads(connection.recv(5))))
-            connection.send(messages.encode(messages.Hello(role="visitor", host="stranger")))
             try:
+                connection.send(messages.encode(messages.Hello(role="visitor", host="stranger")))
                 connection.recv(5)
             except ConnectionClosed as closed:
                 return wire.said, closed.rcvd.code if closed.rcvd else 0

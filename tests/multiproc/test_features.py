@@ -274,7 +274,7 @@ def test_an_own_loop_may_be_left_after_a_step_and_not_within_one(tmp_path: Path)
     left = run_python(HEAD + HALF, tmp_path, "after a step")
     assert left.result["steps"] == 1
     refused = run_python(HEAD + HALF, tmp_path, "within one", expect=1)
-    assert "in the middle of a step" in refused.output
+    assert "in the middle of step 1" in refused.output
     assert "UNI-1201" in run_command(tmp_path, "show", str(refused.run_dir)).output
 
 

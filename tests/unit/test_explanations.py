@@ -39,6 +39,15 @@ def test_an_exception_that_says_that_memory_ran_out_is_explained(described: str,
         assert "smaller batch" in error.do
 
 
+def test_a_device_that_fails_otherwise_is_not_said_to_be_out_of_memory() -> None:
+    error = process.out_of_memory("AcceleratorError: CUDA error: an illegal memory access was encountered", "x.py:1")
+    assert error is not None
+    assert error.what.startswith("AcceleratorError: CUDA error")
+    full = process.out_of_memory("AcceleratorError: CUDA error: out of memory", "x.py:1")
+    assert full is not None
+    assert full.what.startswith("out of memory: AcceleratorError")
+
+
 def failing_dataset(error: Exception) -> Failure:
     try:
         raise error

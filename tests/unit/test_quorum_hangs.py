@@ -197,3 +197,18 @@ def test_an_order_to_kill_is_given_again_when_the_host_comes_back() -> None:
     run.orders.clear()
     run.hello()
     assert [kill.worker for kill in run.told(m.Kill)] == [1]
+
+
+def test_a_slow_start_is_not_taken_for_a_hang_once_the_generation_is_published() -> None:
+    run = Pretend(least=3, most=3, hang_s=2.0)
+    run.started(0, 1, 2)
+    run.hello()
+    run.ready(1, 2)
+    run.doing(0, "starting", generation=0, step=0)
+    for waiting in (1, 2):
+        run.doing(waiting, "waiting for the others to start", waits=True, generation=0, step=0)
+    run.later(20)
+    run.ready(0)
+    assert run.generation == 1
+    run.later(1)  # heartbeats still say what was done before
+    assert run.told(m.Examine) == []

@@ -21,8 +21,8 @@ from unisono.core.errors import WorkerLost
 _PR_SET_PDEATHSIG = 1
 _LONGEST_LINE = 100  # characters of a line of source
 _LONGEST_TEXT = 2000  # characters of an exception's message; the traceback in the log has all of them
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError", "AcceleratorError")
-_MAY_SAY_SO = ("RuntimeError", "OSError")
+_OUT_OF_MEMORY, _DEVICE_FAILED = ("MemoryError", "OutOfMemoryError"), "AcceleratorError"
+_MAY_SAY_SO = ("RuntimeError", "OSError", _DEVICE_FAILED)
 _OUT_OF_MEMORY_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 _OURS = str(Path(__file__).resolve().parents[1]) + os.sep
 _LIBRARIES = tuple(
@@ -82,13 +82,13 @@ def describe(error: BaseException) -> str:
 
 
 def out_of_memory(described: str, where: str) -> WorkerLost | None:
-    """The failure, if an exception, as `describe` puts it, says that memory ran out: Python's, torch's, a device's."""
+    """The failure, if an exception, as `describe` puts it, says that memory ran out, or that the device gave out."""
     kind, _, text = described.partition(":")
     says_so = kind in _MAY_SAY_SO and any(words in text.lower() for words in _OUT_OF_MEMORY_WORDS)
-    if kind not in _OUT_OF_MEMORY and not says_so:
+    if not says_so and kind not in (*_OUT_OF_MEMORY, _DEVICE_FAILED):
         return None
     return WorkerLost(
-        f"out of memory: {described}",
+        described if kind == _DEVICE_FAILED and not says_so else f"out of memory: {described}",
         where=where,
         cause="this worker's memory, or its device, gave out",
         do="a smaller batch or more microbatches; fewer workers or loader processes on this machine",

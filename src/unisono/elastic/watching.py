@@ -77,7 +77,9 @@ def look_for_hangs(roster: Roster, watch: Watch, orders: Orders, now_s: float) -
     if not any(worker.number in before and _has_come(roster, worker) for worker in workers):
         # A joiner is early; those it waits for may have a long step to finish before they come.
         workers = [worker for worker in workers if worker.number not in joiners] or workers
-    statuses = _statuses(workers, now_s)
+    # Nobody has kept the others of this generation waiting for longer than it exists: not while it was starting.
+    since_s = now_s - roster.current.published_s
+    statuses = [replace(status, for_s=min(status.for_s, since_s)) for status in _statuses(workers, now_s)]
     suspicion = hangs.suspect(statuses, roster.rules.hang_s, joiners) if statuses else None
     for number in suspicion.culprits if suspicion else ():
         assert suspicion is not None
