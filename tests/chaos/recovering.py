@@ -40,7 +40,7 @@ from torch import nn
 
 import unisono
 
-SAMPLES, BATCH, EPOCHS = 1600, 16, 5
+SAMPLES, BATCH, EPOCHS = 960, 16, 5
 
 
 class Tallied(nn.Module):

@@ -20,7 +20,7 @@ from unisono.core import events
 from unisono.core.faults import Fault
 
 SLOW_S, FAST_S = 0.15, 0.005  # for a microbatch: time for others to come, and none to lose
-LATER = 150  # a step that is not reached before the test says so
+LATER = 100  # a step that is not reached before the test says so
 
 
 @pytest.fixture(scope="module")

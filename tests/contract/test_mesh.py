@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import ssl
-import stat
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ from unisono.comm.mesh import MeshComm
 from unisono.comm.mesh_address import Address, Hello
 from unisono.comm.mesh_tls import Tls
 from unisono.comm.seam import Comm, Message
-from unisono.core.errors import PeerLost, RunDirectoryError, SetupError
+from unisono.core.errors import PeerLost, SetupError
 
 AT_ONCE_S = 0.5
 MESHES = ("mesh", "mesh-tls")
@@ -397,19 +396,3 @@ def test_generations_come_and_go_without_leaving_a_file_descriptor(kind: str) ->
         close(comms)
         assert len(os.listdir("/proc/self/fd")) == before
         assert not list(net.folder.iterdir())
-
-
-def test_only_this_user_can_connect_to_the_socket() -> None:
-    with network("mesh") as net:
-        comms = net.comms((3,))
-        path = Path(Address.parse(net.addresses[3]).path)
-        assert path.name == "3.m"
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        close(comms)
-        assert not path.exists()
-
-
-def test_a_folder_with_too_long_a_name_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="too long for a socket") as caught:
-        MeshComm(0, tmp_path / ("x" * 120))
-    assert "TMPDIR" in caught.value.do

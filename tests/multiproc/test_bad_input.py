@@ -43,6 +43,7 @@ def assert_started_nothing(finished: Finished) -> None:
         (["train.py", "--workers", "2", "--local", "1"], 2, ["UNI-1001", "--local 1", "nobody can join", "--listen"]),
         (["train.py", "--max-restarts", "-1"], 2, ["UNI-1001", "max_restarts = -1"]),
         (["train.py", "--hang-after", "0"], 2, ["UNI-1001", "hang_after = 0"]),
+        (["train.py", "--listen", "nonsense"], 21, ["UNI-2102", "the name nonsense", "numeric address"]),
         (["train.py", "--faults", "no.toml"], 2, ["UNI-1004", "no.toml: No such file", "--faults"]),
         (["train.py", "--workers", "4", "--microbatches", "2"], 11,
          ["UNI-1202", "2 microbatches", "4 workers", "--workers 2"]),

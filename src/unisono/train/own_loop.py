@@ -258,7 +258,7 @@ class OwnLoop:
     def _refuse_half_steps(self) -> None:
         if self._left_inside_a_step:
             raise SetupError(
-                f"the loop was left in the middle of a step (step {self.state.step + 1})",
+                f"the loop was left in the middle of step {self.state.step + 1}",
                 cause="one step is several microbatches, of which each worker has its own",
                 do="break only after run.step() returned True",
             )
