@@ -11,6 +11,7 @@ the same command, started at once, must work. Goal: all of them. The deaths are 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ def one_death(death: Death) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ud-", ignore_cleanup_errors=True) as folder:
         try:
             outcome = asdict(die(death, Path(folder)))
-        except (pytest.fail.Exception, TimeoutError) as error:  # it took too long to come to the death, or to its end
+        except (
+            pytest.fail.Exception,
+            subprocess.TimeoutExpired,
+        ) as error:  # it took too long to come to the death, or to its end
             outcome = {"clean_s": None, "again_s": None, "exit_code": None, "wrong": [str(error)[:4000]]}
     return asdict(death) | outcome
 

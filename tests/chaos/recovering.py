@@ -219,6 +219,10 @@ class Watch:
         os.kill(dead, signal.SIGKILL)
         self.until(lambda: self.coordinator != dead, "another coordinator")
 
+    def until_gone(self, worker: int) -> events.WorkerExited:
+        """Until its process has ended; how."""
+        return self.until(lambda: self.exit_of(worker), f"the end of worker {worker}")
+
     def exit_of(self, worker: int) -> events.WorkerExited | None:
         return next((event for event in self.of(events.WorkerExited) if event.worker == worker), None)
 

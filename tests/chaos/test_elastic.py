@@ -217,7 +217,7 @@ def test_a_worker_that_is_asked_to_leave_goes_after_its_step(calm: Calm, tmp_pat
         run.until_step(6)
         for worker, number in ((0, signal.SIGTERM), (2, signal.SIGUSR1)):
             run.signal(worker, number)
-            left = run.until(lambda worker=worker: run.exit_of(worker), f"worker {worker} to leave")  # type: ignore[misc]
+            left = run.until_gone(worker)
             assert (left.exit_code, left.stopped_by_us) == (75, True)
         run.until_members(1)
         run.check(run.hurry(), calm)

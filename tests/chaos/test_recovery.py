@@ -91,7 +91,7 @@ def test_stopped_workers_are_left_behind_and_go_when_they_wake(calm: Calm, tmp_p
         run.signal(2, signal.SIGSTOP)
         run.until(lambda: 2 not in run.members, "the others to go on")
         run.signal(2, signal.SIGCONT)
-        left = run.until(lambda: run.exit_of(2), "worker 2 to leave")
+        left = run.until_gone(2)
         assert (left.exit_code, left.stopped_by_us) == (75, True)
         run.signal(0, signal.SIGSTOP)
         run.until(lambda: 0 not in run.members, "the others to go on")
@@ -143,7 +143,7 @@ def test_sixty_faults_in_one_run(calm: Calm, tmp_path: Path) -> None:
     ]
     with begin(SCRIPT, tmp_path, "--hang-after", "4", faults=faults, pace_s=0.02) as run:
         run.until_fired(len(faults))
-        set_pace(tmp_path, 0.12)
+        set_pace(tmp_path, 0.15)
         deeds = ["kill"] * 12 + ["nap"] * 33 + ["sleep"] * 2 + ["coordinator"] * 6
         rng = random.Random(60)
         rng.shuffle(deeds)

@@ -87,6 +87,7 @@ class Agent:
             self.workers.end_all()
             self.link.close()
             end_strays(token)
+            self._keep_weights(scratch / "run" / "final.safetensors")
             shutil.rmtree(scratch, ignore_errors=True)
             guard.dismiss()
 
@@ -250,6 +251,19 @@ class Agent:
         if self.asked_to_leave_by:  # the second time: no more waiting
             self.workers.signal(signal.SIGKILL)
         self.asked_to_leave_by = self.asked_to_leave_by or number
+
+    def _keep_weights(self, weights: Path) -> None:
+        """Where none of the owner's own workers was left at the end, one of ours has written the result."""
+        if not weights.exists():
+            return
+        target = Path("runs") / self.meeting.spec.name / weights.name
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(weights, target)
+        except OSError as error:
+            self._say(f"the final weights could not be kept in {target}: {error.strerror}")
+            return
+        self._say(f"the run's machine had no worker left at the end; the final weights are here: {target}")
 
     def _say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.core import events
+from unisono.core.errors import WorkerCorrupt
 from unisono.elastic import balance, commands, hangs, recall, starting, watching
 from unisono.elastic.breaks import Breaks
 from unisono.elastic.generations import (
@@ -195,7 +196,12 @@ class Quorum:
         if who is None or not who.is_here or not {message.worker, message.who} <= set(members):
             return
         if message.generation == self.roster.current.generation:
-            self.orders.report_removal(who, "corrupt", message.why)
+            found = WorkerCorrupt(
+                message.why,
+                cause="memory or a processor that errs, or parameters changed outside the optimizer",
+                do="if it happens on that machine again, have its memory tested",
+            )
+            self.orders.report_removal(who, "corrupt", message.why, found.as_dict())
             self.orders.kill(who, message.why)
 
     def _on_gone(self, message: m.Gone, _: str, now_s: float) -> None:
