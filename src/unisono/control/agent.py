@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import uuid
+from pathlib import Path
 from types import FrameType
 
 from unisono.control import preflight
@@ -256,7 +257,7 @@ class Agent:
         """Where none of the owner's own workers was left at the end, one of ours has written the result."""
         if not weights.exists():
             return
-        target = Path("runs") / self.meeting.spec.name / weights.name
+        target = Path("runs") / self.spec.name / weights.name
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(weights, target)
