@@ -45,7 +45,8 @@ class Host:
         self.formed: set[int] = set()
         self._told: dict[int, dict[str, m.Message]] = {}  # worker: kind: the latest of that kind
         self._kills: dict[int, m.Kill] = {}
-        self.asked_to_leave: set[int] = set()
+        self.asked_to_leave: set[int] = set()  # by itself or by the run; it takes part until it is let go
+        self.let_go: set[int] = set()
         self._stopped_since_s: dict[int, float] = {}
         self._heard_s: dict[int, float] = {}  # when a worker's last heartbeat came
         self._pulse_s = 0.0
@@ -96,9 +97,9 @@ class Host:
                 return
             if isinstance(message, m.TO_WORKERS):
                 if isinstance(message, m.Form) and message.worker not in message.members:
-                    self.asked_to_leave.add(message.worker)
+                    self._let_go(message.worker)
                 if isinstance(message, m.Depart):
-                    self.asked_to_leave.add(message.worker)
+                    self._let_go(message.worker)
                     if message.failure is not None:
                         self.refusals[message.worker] = message.failure
                 self.workers.tell(message.worker, message)
@@ -112,6 +113,10 @@ class Host:
                 if isinstance(message, m.Record):
                     self._remember(message.event)
                 self._on_order(message)
+
+    def _let_go(self, number: int) -> None:
+        self.asked_to_leave.add(number)
+        self.let_go.add(number)
 
     def _remember(self, event: dict[str, Any]) -> None:
         """What the coordinator has found out about a worker, here or elsewhere. Its first word counts."""

@@ -232,7 +232,7 @@ class Supervisor:
             self.workers.signal(signal.SIGKILL)
         if self.result is not None:  # whoever was only on the way in, or was left behind, has nothing to finish
             for worker in self.workers.living:
-                taking_part = worker.number in self.host.formed and worker.number not in self.host.asked_to_leave
+                taking_part = worker.number in self.host.formed and worker.number not in self.host.let_go
                 if not taking_part and worker.number not in self.host.finished:
                     worker.signal(signal.SIGKILL)
 
