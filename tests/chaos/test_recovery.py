@@ -92,7 +92,7 @@ def test_stopped_workers_are_left_behind_and_go_when_they_wake(calm: Calm, tmp_p
         run.until(lambda: 2 not in run.members, "the others to go on")
         run.signal(2, signal.SIGCONT)
         left = run.until_gone(2)
-        assert (left.exit_code, left.stopped_by_us) == (75, True)
+        assert (left.exit_code, left.expected) == (75, True)
         run.signal(0, signal.SIGSTOP)
         run.until(lambda: 0 not in run.members, "the others to go on")
         run.check(run.hurry(30), calm, faults)

@@ -58,7 +58,7 @@ def test_the_demo_takes_under_two_minutes_and_shows_one_hash_for_two_and_one_wor
     assert min(accuracy) >= 97.5
 
 
-@pytest.mark.parametrize("target", ["demo", "demo-text", "test", "check", "bench", "clean"])
+@pytest.mark.parametrize("target", ["demo", "demo-text", "demo-kill", "test", "check", "bench", "clean"])
 def test_every_make_target_that_is_named_exists(target: str) -> None:
     planned = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert planned.strip()

@@ -68,7 +68,7 @@ class Run:
         """A worker goes, and the others go on."""
         self.now += noticed_s
         if how == "died":
-            self.say(events.WorkerExited, worker=who, exit_code=-9, stopped_by_us=False)
+            self.say(events.WorkerExited, worker=who, exit_code=-9, expected=False)
         self.say(events.WorkerRemoved, who=who, host="host-0", how=how, because=because, step=self.step)
         return self.form([worker for worker in self.members if worker != who], because, seconds)
 
@@ -81,7 +81,7 @@ class Run:
         self.now += 0.1
         self.say(events.RunFinished, result={"steps": self.step, "weights_sha256": "ab" * 32, "metrics": {}})
         for worker in self.members:
-            self.say(events.WorkerExited, worker=worker, exit_code=0, stopped_by_us=False)
+            self.say(events.WorkerExited, worker=worker, exit_code=0, expected=False)
         return self.written
 
     def fail(self, code: str, what: str) -> list[events.Event]:

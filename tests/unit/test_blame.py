@@ -29,8 +29,8 @@ def failed(worker: int, time_s: float, error: UnisonoError, traceback: str = "")
     return WorkerFailed(worker=worker, time_s=time_s, failure=error.as_dict(), traceback=traceback)
 
 
-def died(worker: int, time_s: float, code: int, stopped_by_us: bool = False) -> Death:
-    return Death(worker, code, time_s, stopped_by_us)
+def died(worker: int, time_s: float, code: int, expected: bool = False) -> Death:
+    return Death(worker, code, time_s, expected)
 
 
 def exception(worker: int, time_s: float) -> WorkerFailed:

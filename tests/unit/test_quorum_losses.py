@@ -59,7 +59,7 @@ def test_below_the_minimum_the_run_waits_and_says_so_once() -> None:
     run.obey_spawns()
     run.later(30)
     assert len(run.notices()) == 1
-    assert run.notices()[0].startswith("2 of at least 3 workers are left; waiting up to 300 s")
+    assert run.notices()[0].startswith("2 of at least 3 workers are left; it goes on when another has started")
     run.ready(3)
     assert run.members == [0, 2, 3]
     assert run.forms()[0].urgent

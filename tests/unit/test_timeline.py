@@ -77,13 +77,13 @@ def test_a_worker_is_slow_until_it_keeps_up_or_is_gone() -> None:
 
 def test_the_process_of_a_removed_worker_is_shown_until_it_ends() -> None:
     run = Run().start(2).train(4).lose(1, "frozen", "no heartbeat").train(20)
-    run.say(events.WorkerExited, worker=1, exit_code=-9, stopped_by_us=True)
+    run.say(events.WorkerExited, worker=1, exit_code=-9, expected=True)
     assert spans(run.train(20).finish(), 1)[-1][0] == "removed"
 
 
 def test_a_run_of_fixed_membership_shows_who_died() -> None:
     run = Run().start(2).train(4)
-    run.say(events.WorkerExited, worker=1, exit_code=-11, stopped_by_us=False)
+    run.say(events.WorkerExited, worker=1, exit_code=-11, expected=False)
     history = gather(run.fail("UNI-2001", "worker 1 crashed"))
     assert [(mark.kind, mark.text) for mark in history.lanes[1].marks] == [("died", "exit code -11")]
     assert history.is_eventful

@@ -234,7 +234,7 @@ class Agent:
         if refusal is not None:
             self.unfit[worker.number] = from_dict(refusal)
         gone = self.host.on_exit(worker, code, self.end is not None or worker.number in self.unfit)
-        event = events.WorkerExited(worker=worker.number, exit_code=code, stopped_by_us=gone.expected)
+        event = events.WorkerExited(worker=worker.number, exit_code=code, expected=gone.expected)
         self.outbox.put(event=events.as_dict(event))
 
     # --- what the coordinator says

@@ -27,14 +27,14 @@ class Death:
     worker: int
     exit_code: int  # negative: the signal that ended it
     time_s: float
-    stopped_by_us: bool
+    expected: bool
     last_words: str = ""  # the end of its output
     farewell: bool = True  # it had said that its script was at the end
 
     @property
     def is_silent(self) -> bool:
         """It ended by itself, and not in the way that a finished script does."""
-        return not self.stopped_by_us and (self.exit_code != 0 or not self.farewell)
+        return not self.expected and (self.exit_code != 0 or not self.farewell)
 
 
 def first_failure(
@@ -52,7 +52,7 @@ def first_failure(
     causes = [failure for failure in reported if failure.failure.get("code") != PeerLost.code]
     reporters = {failure.worker for failure in failures}
     unexplained = sorted(
-        (death for death in deaths if not death.stopped_by_us and death.worker not in reporters),
+        (death for death in deaths if not death.expected and death.worker not in reporters),
         key=lambda death: death.time_s,
     )
     silent = [death for death in unexplained if death.is_silent]

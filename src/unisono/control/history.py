@@ -130,7 +130,7 @@ class History:
         elif isinstance(event, events.WorkerExited):
             lane = self._lane(event.worker)
             lane.enter("", now_s)
-            if event.exit_code and not event.stopped_by_us:
+            if event.exit_code and not event.expected:
                 lane.died, lane.died_s = event, now_s
         elif isinstance(event, events.WorkerSlow):
             lane = self._lane(event.who)

@@ -202,14 +202,14 @@ class Host:
         status = self.statuses[worker.number]
         self.statuses[worker.number] = replace(status, doing=_DEAF, waits=False, for_s=round(silent_s, 2))
 
-    def on_exit(self, worker: Worker, code: int, stopped_by_us: bool) -> m.Gone:
-        gone = self._gone(worker, code, stopped_by_us)
+    def on_exit(self, worker: Worker, code: int, expected: bool) -> m.Gone:
+        gone = self._gone(worker, code, expected)
         self._stopped_since_s.pop(worker.number, None)
         self._tell([worker.number])  # the step that it died in, as far as it is known by now
         self.report(gone)
         return gone
 
-    def _gone(self, worker: Worker, code: int, stopped_by_us: bool) -> m.Gone:
+    def _gone(self, worker: Worker, code: int, expected: bool) -> m.Gone:
         number = worker.number
         failure, order = self.failures.get(number), self._kills.get(number)
         if order is not None:
@@ -223,7 +223,7 @@ class Host:
             return m.Gone(
                 worker=number, exit_code=code, because=str(failure["what"]), place=place, fatal=fatal, failure=told
             )
-        if stopped_by_us or (code == 0 and worker.lines.farewell):
+        if expected or (code == 0 and worker.lines.farewell):
             return m.Gone(worker=number, exit_code=code, because="it has finished", expected=True)
         return self._silent_death(worker, code)
 

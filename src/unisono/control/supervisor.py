@@ -257,7 +257,7 @@ class Supervisor:
         elif isinstance(event, events.RunFinished):
             self.result = event.result
         elif isinstance(event, events.WorkerExited) and event.worker is not None:  # of another machine
-            self.deaths.append(Death(event.worker, event.exit_code, event.time_s, event.stopped_by_us))
+            self.deaths.append(Death(event.worker, event.exit_code, event.time_s, event.expected))
         self._emit(event)
 
     def on_message(self, worker: Worker, message: m.Message) -> None:
@@ -272,7 +272,7 @@ class Supervisor:
         gone = self.host.on_exit(worker, code, stopped)
         expected = stopped or gone.expected
         self.deaths.append(Death(worker.number, code, time.time(), expected, worker.last_words, worker.lines.farewell))
-        self._emit(events.WorkerExited(worker=worker.number, exit_code=code, stopped_by_us=expected))
+        self._emit(events.WorkerExited(worker=worker.number, exit_code=code, expected=expected))
 
     # --- what the coordinator says
 
@@ -342,7 +342,7 @@ class Supervisor:
         if self.not_started is not None:
             return self.not_started, ""
         failures, deaths = self.failures, [death for death in self.deaths if self._counts(death)]
-        stopped = self.interrupted_by and any(death.stopped_by_us and death.exit_code < 0 for death in self.deaths)
+        stopped = self.interrupted_by and any(death.expected and death.exit_code < 0 for death in self.deaths)
         if stopped:  # whatever came after that is our doing
             failures = [failure for failure in failures if failure.time_s < self.interrupted_s]
             deaths = [death for death in deaths if death.time_s < self.interrupted_s]

@@ -192,7 +192,7 @@ class WorkerFailed(Event):
 class WorkerExited(Event):
     kind = "worker_exited"
     exit_code: int  # negative: the signal that ended it
-    stopped_by_us: bool
+    expected: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from unisono.elastic.roster import Roster, Worker, names
 START_WAIT_S = 20.0  # for the rest, once the minimum is ready
 BROKEN_S = 0.5  # for a better explanation of a broken connection
 AT_ONCE_S = 2.0  # within this, nobody has waited: somebody who was sent away took as long to go
+WORTH_TELLING_S = 1.0  # that the run waits: one that cannot go on ends before that
 HEARSAY_S = 3.0  # for a word from members of whom nobody knows whether they hold the state
 SOON_S, TOGETHER_S = 5.0, 1.0  # a joiner waits a little for others that were started lately
 
@@ -208,6 +209,8 @@ def _too_few(roster: Roster, count: int) -> str:
     text = f"{count} of at least {roster.rules.min} workers are "
     if not roster.current.generation and not roster.deaths:
         return f"{text}here; waiting for others to join"
+    if roster.coming or roster.vacancies:
+        return f"{text}left; it goes on when another has started"
     return f"{text}left; waiting up to {roster.rules.rejoin_s:g} s for more (--rejoin-within)"
 
 

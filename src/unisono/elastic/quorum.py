@@ -17,6 +17,7 @@ from unisono.elastic import balance, commands, hangs, recall, starting, watching
 from unisono.elastic.breaks import Breaks
 from unisono.elastic.generations import (
     BROKEN_S,
+    WORTH_TELLING_S,
     Decision,
     GiveUp,
     LetGo,
@@ -298,7 +299,9 @@ class Quorum:
     def _wait(self, decision: Wait, now_s: float) -> None:
         if decision.has_limit and self.roster.short_since_s is None:
             self.roster.short_since_s = now_s
-        if decision.why and not self._told_short:
+        since_s = self.roster.short_since_s
+        waits = since_s is None or now_s - since_s >= WORTH_TELLING_S
+        if decision.why and waits and not self._told_short:
             self._told_short = True
             self.orders.record(events.Notice(code="too-few-workers", text=decision.why))
 
