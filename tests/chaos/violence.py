@@ -154,10 +154,10 @@ def _find(victim: str, it: Started, agent: Started | None) -> psutil.Process | N
         children = psutil.Process(it.pid).children()
         if victim == "coordinator":
             return next((child for child in children if _runs(child, "unisono.elastic.coordinator")), None)
-        workers = [child for child in children if _runs(child, "unisono.train.worker")]
+        workers = [child for child in children if child.name().startswith("worker-")]
         if victim == "worker":
             return workers[-1] if workers else None
-        loaders = [child for worker in workers for child in worker.children() if _runs(child, "unisono.train.worker")]
+        loaders = [child for worker in workers for child in worker.children() if _runs(child, "unisono.train.nursery")]
         return loaders[-1] if loaders else None
     return None
 

@@ -62,7 +62,7 @@ class Pretend:
         """The host has started them; the coordinator does not know yet."""
         for number in numbers:
             self.host_of[number] = host
-            self.said.setdefault(number, {})["started"] = m.Started(worker=number, pid=1000 + number, slot=number)
+            self.said.setdefault(number, {})["started"] = m.Started(worker=number, slot=number)
 
     def obey_spawns(self) -> list[int]:
         """Every worker that was ordered is started; their numbers."""
@@ -70,7 +70,7 @@ class Pretend:
         self.orders = [order for order in self.orders if not isinstance(order.message, m.Spawn)]
         for host, spawn in spawns:
             self.host_of[spawn.worker] = host
-            self.hear(m.Started(worker=spawn.worker, pid=1, slot=spawn.slot, replaces=spawn.replaces), host)
+            self.hear(m.Started(worker=spawn.worker, slot=spawn.slot, replaces=spawn.replaces), host)
         return [spawn.worker for _, spawn in spawns]
 
     def ready(self, *numbers: int, **other_facts: str) -> None:

@@ -52,7 +52,7 @@ def test_no_more_join_than_the_run_wants() -> None:
     run.join("b", room=4)
     assert len(run.quorum.workers) == 2
     run.ready(1)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.form()
     run.ready(2)
     run.later(5)
@@ -174,7 +174,7 @@ def test_the_one_that_waits_alone_saves_and_ends_when_it_is_asked_to_leave_too()
 
 def test_leavers_hand_the_state_to_a_joiner_before_they_go() -> None:
     run = Pretend(least=1, most=3).begin(2)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.broken(0, lost=1)
     run.ready(2)
     run.leave(0, 1)
@@ -251,7 +251,7 @@ def test_scaling_up_does_not_use_the_budget_of_restarts() -> None:
 
 def test_scaling_down_lets_those_go_that_are_only_starting_and_then_the_last() -> None:
     run = Pretend(least=1, most=4).begin(3)
-    run.hear(m.Started(worker=3, pid=1), "a")
+    run.hear(m.Started(worker=3), "a")
     run.command("scale", 2)
     assert [kill.worker for kill in run.told(m.Kill)] == [3]
     assert run.members == [0, 1]

@@ -130,7 +130,7 @@ def test_a_joiner_that_waits_for_a_long_step_of_the_others_puts_nobody_out() -> 
     run = Pretend(least=1, most=3, hang_s=10.0).begin(2)
     for worker in (0, 1):
         run.doing(worker, "computing")
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.later(6)
     run.ready(2)
     assert run.members == [0, 1, 2]
@@ -141,7 +141,7 @@ def test_a_joiner_that_waits_for_a_long_step_of_the_others_puts_nobody_out() -> 
 
 def test_a_joiner_that_hangs_while_the_generation_forms_is_put_out() -> None:
     run = Pretend(least=1, most=3, hang_s=10.0).begin(2)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.later(6)
     run.ready(2)
     for worker in (0, 1):
@@ -154,7 +154,7 @@ def test_a_joiner_that_hangs_while_the_generation_forms_is_put_out() -> None:
 
 def test_a_state_that_takes_long_to_copy_puts_nobody_out() -> None:
     run = Pretend(least=1, most=3, hang_s=10.0).begin(2)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.later(6)
     run.ready(2)
     for worker in (0, 1):

@@ -30,7 +30,7 @@ def test_two_deaths_in_one_breath_are_two_generations_that_lead_to_the_same_memb
 
 def test_a_joiner_that_is_ready_comes_in_with_the_urgent_generation() -> None:
     run = Pretend(least=1, most=4).begin(2)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.broken(1)
     run.ready(2)
     assert run.members == [0, 1]
@@ -156,7 +156,7 @@ def test_when_everyone_who_held_the_state_is_gone_the_run_ends() -> None:
 
 def test_a_joiner_that_was_still_copying_the_state_does_not_hold_it() -> None:
     run = Pretend(least=1, most=2).begin(1)
-    run.hear(m.Started(worker=1, pid=1), "a")
+    run.hear(m.Started(worker=1), "a")
     run.ready(1)
     assert run.members == [0, 1]
     run.form(0)
@@ -168,7 +168,7 @@ def test_a_joiner_that_was_still_copying_the_state_does_not_hold_it() -> None:
 
 def test_a_word_that_was_on_its_way_can_save_the_run() -> None:
     run = Pretend(least=1, most=2).begin(1)
-    run.hear(m.Started(worker=1, pid=1), "a")
+    run.hear(m.Started(worker=1), "a")
     run.ready(1)
     run.form(0)
     run.die(0)
@@ -179,7 +179,7 @@ def test_a_word_that_was_on_its_way_can_save_the_run() -> None:
 
 def test_a_word_that_never_comes_is_not_waited_for_for_ever() -> None:
     run = Pretend(least=1, most=2).begin(1)
-    run.hear(m.Started(worker=1, pid=1), "a")
+    run.hear(m.Started(worker=1), "a")
     run.ready(1)
     run.form(0)
     run.die(0)
@@ -216,7 +216,7 @@ def test_a_frozen_worker_is_put_out_and_replaced_and_leaves_if_it_wakes() -> Non
 
 def test_a_frozen_worker_that_alone_holds_the_state_is_waited_for() -> None:
     run = Pretend(least=1, most=3, hang_s=5.0).begin(1)
-    run.hear(m.Started(worker=1, pid=1), "a")
+    run.hear(m.Started(worker=1), "a")
     run.ready(1)
     run.form(0)
     run.doing(0, "computing")

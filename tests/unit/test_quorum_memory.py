@@ -149,7 +149,7 @@ def test_those_who_were_sent_away_are_sent_away_again(how: str) -> None:
         run.frozen = {1}
         run.later(0.5)
     else:
-        run.hear(m.Started(worker=3, pid=1), "a")
+        run.hear(m.Started(worker=3), "a")
         run.ready(3, model="large")
     (first,) = run.told(m.Depart)
     run.restart_coordinator()

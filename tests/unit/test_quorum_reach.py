@@ -315,7 +315,7 @@ def test_the_division_of_a_new_generation_follows_known_speeds_and_takes_a_joine
     run = Pretend(least=1, most=3, microbatches=12).begin(2)
     run.doing(0, "computing", per_microbatch_s=0.1)
     run.doing(1, "computing", per_microbatch_s=0.4)
-    run.hear(m.Started(worker=2, pid=1), "a")
+    run.hear(m.Started(worker=2), "a")
     run.later(1)
     run.ready(2)
     run.later(0.5)

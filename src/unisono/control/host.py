@@ -53,8 +53,8 @@ class Host:
         self._memory_deaths = MemoryDeaths()
 
     def start(self, number: int, slot: int, replaces: int | None = None) -> None:
-        pid = self.workers.start(number, slot, replaces)
-        self.report(m.Started(worker=number, pid=pid, slot=slot, replaces=replaces))
+        self.workers.start(number, slot, replaces)
+        self.report(m.Started(worker=number, slot=slot, replaces=replaces))
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Everything a coordinator that has just come back must hear about this machine's workers."""
@@ -129,7 +129,7 @@ class Host:
         try:
             self.start(order.worker, order.slot, order.replaces)
         except OSError as error:
-            self.report(m.Started(worker=order.worker, pid=0, slot=order.slot, replaces=order.replaces))
+            self.report(m.Started(worker=order.worker, slot=order.slot, replaces=order.replaces))
             self.report(m.Gone(worker=order.worker, exit_code=1, because=f"it could not be started: {error.strerror}"))
 
     def _kill(self, order: m.Kill) -> None:
@@ -148,7 +148,7 @@ class Host:
         worker = self.workers.all.get(number)
         if worker is None or worker.exited:
             return
-        pids = [worker.process.pid, *_children(worker.process.pid)]
+        pids = [worker.pid, *_children(worker.pid)]
         found = stacks.ask(self.workers.site.scratch, pids, EXAMINE_S)
         own = stacks.user_line(found.get(pids[0], ""))
         status = self.statuses.get(number)
@@ -169,14 +169,15 @@ class Host:
         for worker in self.workers.living:
             if worker.unsent:
                 self.workers.push(worker)
-            self._memory_deaths.look(worker.process.pid)
-            if _state(worker.process.pid) == "T":
+            self._memory_deaths.look(worker.pid)
+            if _state(worker.pid) == "T":
                 self._stopped_since_s.setdefault(worker.number, now_s)
                 self._look_it_up(worker)
             else:
                 self._stopped_since_s.pop(worker.number, None)
                 self._notice_deafness(worker, now_s)
         self._tell([worker.number for worker in self.workers.living])
+        self.workers.bury_strays()
 
     def _tell(self, numbers: Sequence[int]) -> None:
         stopped = [number for number, since_s in self._stopped_since_s.items() if self._pulse_s - since_s >= FROZEN_S]
@@ -185,7 +186,7 @@ class Host:
 
     def _look_it_up(self, worker: Worker) -> int | None:
         """Where it was when it fell silent, which its last heartbeat may not know; how many steps it had finished."""
-        written = black_box.read(self.workers.site.scratch, worker.process.pid)
+        written = black_box.read(self.workers.site.scratch, worker.pid)
         if written is None:
             return None
         status = self.statuses.get(worker.number)
@@ -225,13 +226,27 @@ class Host:
             )
         if expected or (code == 0 and worker.lines.farewell):
             return m.Gone(worker=number, exit_code=code, because="it has finished", expected=True)
+        if worker.stillborn:
+            return self._stillborn(worker, code)
         return self._silent_death(worker, code)
+
+    def _stillborn(self, worker: Worker, code: int) -> m.Gone:
+        what, *rest = worker.stillborn.splitlines()
+        error = WorkerLost(
+            f"worker {worker.number} on {self.workers.site.name} could not be started: {what}",
+            cause="\n".join(rest) or "the machine, or a limit on this user, allows no more processes or memory",
+            do="use fewer --workers, or raise the limit (ulimit -u, ulimit -v); unisono doctor looks at this machine",
+        )
+        self.explained[worker.number] = error.as_dict()
+        return m.Gone(
+            worker=worker.number, exit_code=code, because=f"it could not be started: {what}", failure=error.as_dict()
+        )
 
     def _silent_death(self, worker: Worker, code: int) -> m.Gone:
         number, status = worker.number, self.statuses.get(worker.number)
         crashed_in = stacks.crash_line(worker.last_output.decode(errors="replace"))
         last_seen = f"last seen in {status.where}" if status is not None and status.where else ""
-        memory = -code == signal.SIGKILL and self._memory_deaths.took(worker.process.pid)
+        memory = -code == signal.SIGKILL and self._memory_deaths.took(worker.pid)
         error = silent_death(
             f"worker {number} on {self.workers.site.name}",
             code,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker processes of one machine: started, listened to, signalled, buried. Decides nothing.
+"""The worker processes of one machine: asked for, listened to, signalled, buried. Decides nothing.
 
 Used by the supervisor and by an agent alike, each with one selector and one thread. What workers say and print, and how
 they end, is handed to `Ears`. Torch-free.
@@ -8,23 +8,22 @@ they end, is handed to `Ears`. Torch-free.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from unisono.control.guard import RUN_VARIABLE, Guard
+from unisono.control.nursery import Nursery
 from unisono.core import events
+from unisono.core.process import adopt_orphans
 from unisono.core.spec import RunSpec
 from unisono.wire import messages as m
-from unisono.wire.channel import FD_VARIABLE, LineReader
+from unisono.wire.channel import LineReader
 
 _READ_BYTES = 1 << 16
 # glibc gives large blocks back to the kernel when they are freed; every step would then touch its activations and
@@ -54,23 +53,27 @@ class Site:
 class Worker:
     number: int
     slot: int
-    process: subprocess.Popen[bytes]
     channel: socket.socket
     output: IO[bytes]
-    exit_fd: int
+    pid: int = 0  # until it is born
+    exit_fd: int = -1
     lines: LineReader = field(default_factory=LineReader)
     last_output: bytes = b""
     unsent: bytes = b""  # messages for a worker that does not read, because it is stopped
     exited: bool = False
+    unwanted: bool = False  # before it was born
+    stillborn: str = ""  # why it never was
 
     def __post_init__(self) -> None:
         self.open: list[Any] = [self.channel, self.output]
 
     def signal(self, number: int) -> None:
         """To the worker and everything in its process group."""
-        if not self.exited:
+        if self.pid and not self.exited:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
+                os.killpg(self.pid, number)
+        elif number == signal.SIGKILL:
+            self.unwanted = True
 
     @property
     def last_words(self) -> str:
@@ -93,14 +96,17 @@ class LocalWorkers:
     def __init__(self, site: Site, selector: selectors.BaseSelector, guard: Guard, ears: Ears) -> None:
         self.site, self.selector, self.guard, self.ears = site, selector, guard, ears
         self.all: dict[int, Worker] = {}
+        adopt_orphans()
+        environment = worker_environment(site.spec) | {RUN_VARIABLE: site.token}
+        log = Path(site.spec.run_dir) / "logs" / "nursery.log"
+        self.nursery = Nursery(environment, log, selector, self._on_born, self._on_stillborn)
 
     @property
     def living(self) -> list[Worker]:
         return [worker for worker in self.all.values() if not worker.exited]
 
-    def start(self, number: int, slot: int, replaces: int | None) -> int:
-        """The new worker's process id."""
-        ours, theirs = socket.socketpair()
+    def start(self, number: int, slot: int, replaces: int | None) -> None:
+        """Ask for a worker. It is there, with `pid` 0, until the nursery has it."""
         site = self.site
         settings = {
             "worker": number,
@@ -114,40 +120,36 @@ class LocalWorkers:
             "credentials": site.credentials,
             "faults": site.faults,
         }
-        environment = worker_environment(site.spec) | {
-            "UNISONO_WORKER": json.dumps(settings),
-            FD_VARIABLE: str(theirs.fileno()),
-            RUN_VARIABLE: site.token,
-        }
+        ours, theirs = socket.socketpair()
+        reading, writing = os.pipe()
         try:
-            started = subprocess.Popen(
-                [sys.executable, "-P", "-m", "unisono.train.worker"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                start_new_session=True,  # its own group: Ctrl-C reaches only us, and one kill takes its loaders along
-            )
+            self.nursery.ask(number, settings, [theirs.fileno(), writing])
         except OSError:
             ours.close()
+            os.close(reading)
             raise
         finally:
             theirs.close()
-        self.guard.watch(started.pid)
-        assert started.stdout is not None
-        worker = Worker(number, slot, started, ours, started.stdout, os.pidfd_open(started.pid))
+            os.close(writing)
+        worker = Worker(number, slot, ours, os.fdopen(reading, "rb", buffering=0))
         self.all[number] = worker
         ours.setblocking(False)
-        os.set_blocking(started.stdout.fileno(), False)
-        watch: list[tuple[Any, Callable[[Worker], object]]] = [
-            (ours, self._read_events),
-            (started.stdout, self._read_output),
-            (worker.exit_fd, self._on_exit),
-        ]
-        for source, action in watch:
-            self.selector.register(source, selectors.EVENT_READ, (action, worker))
-        return started.pid
+        os.set_blocking(reading, False)
+        self.selector.register(ours, selectors.EVENT_READ, (self._read_events, worker))
+        self.selector.register(worker.output, selectors.EVENT_READ, (self._read_output, worker))
+
+    def _on_born(self, number: int, pid: int) -> None:
+        worker = self.all[number]
+        worker.pid, worker.exit_fd = pid, os.pidfd_open(pid)
+        self.guard.watch(pid)
+        self.selector.register(worker.exit_fd, selectors.EVENT_READ, (self._on_exit, worker))
+        if worker.unwanted:
+            worker.signal(signal.SIGKILL)
+
+    def _on_stillborn(self, number: int, code: int, why: str) -> None:
+        worker = self.all[number]
+        worker.stillborn = why
+        self._end(worker, code)
 
     def tell(self, number: int, message: m.Message) -> None:
         """Pass a message on to a worker. A worker that does not read gets it when it does."""
@@ -163,13 +165,26 @@ class LocalWorkers:
                 worker.unsent = worker.unsent[worker.channel.send(worker.unsent) :]
 
     def signal(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self.nursery.close()  # those who are not born yet end with it
         for worker in self.living:
             worker.signal(number)
 
     def end_all(self) -> None:
+        self.nursery.close()
         for worker in self.living:
             worker.signal(signal.SIGKILL)
-            worker.process.wait()
+            _await_exit(worker.pid)
+
+    def bury_strays(self) -> None:
+        """What scripts have left behind falls to us; who has ended must not stay a zombie. Nobody asks how a process
+        of ours that is no worker and no nursery has ended."""
+        known = {worker.pid for worker in self.living} | {self.nursery.pid}
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in known:
+                    return
+                os.waitpid(found.si_pid, 0)
 
     def _read_events(self, worker: Worker) -> int:
         data = self._receive(worker, worker.channel, lambda: worker.channel.recv(_READ_BYTES))
@@ -212,8 +227,10 @@ class LocalWorkers:
         os.close(worker.exit_fd)
         # While the zombie still holds its number, no other group can have it.
         worker.signal(signal.SIGKILL)
-        self.guard.forget(worker.process.pid)
-        code = worker.process.wait()
+        self.guard.forget(worker.pid)
+        self._end(worker, _await_exit(worker.pid))
+
+    def _end(self, worker: Worker, code: int) -> None:
         worker.exited = True
         self._read_to_the_end(worker)
         self.ears.on_exit(worker, code)
@@ -229,6 +246,10 @@ class LocalWorkers:
             while left > 0 and (count := read(worker)):
                 left -= count
             self._close(worker, source)
+
+
+def _await_exit(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def worker_environment(spec: RunSpec) -> dict[str, str]:

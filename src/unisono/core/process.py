@@ -18,7 +18,7 @@ from pathlib import Path
 
 from unisono.core.errors import WorkerLost
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _LONGEST_LINE = 100  # characters of a line of source
 _LONGEST_TEXT = 2000  # characters of an exception's message; the traceback in the log has all of them
 _OUT_OF_MEMORY, _DEVICE_FAILED = ("MemoryError", "OutOfMemoryError"), "AcceleratorError"
@@ -38,6 +38,18 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died in between
         os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """From now on this process is the parent of whatever its descendants leave behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def show_as(name: str) -> None:
+    """What ps and top call this process; at most 15 characters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode())
 
 
 def is_user_code(filename: str) -> bool:

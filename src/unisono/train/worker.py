@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's main: run the user's script as one worker of a supervised run.
 
-Started by the supervisor as ``python -m unisono.train.worker``; everything it needs is in its environment. It reports
+Called in a process that the nursery has just forked; everything it needs is in its environment. It reports
 the first exception as an event with the user's own file and line, and ends with an exit code from the table.
 """
 
@@ -23,7 +23,7 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from unisono.core import events, process, seeds, stacks
 from unisono.core.black_box import BlackBox
@@ -64,6 +64,7 @@ def main() -> int:
     multiprocessing.process.current_process()._config["tempdir"] = settings["scratch"]  # type: ignore[attr-defined]
     spec = RunSpec(**settings["spec"])
     worker: int = settings["worker"]
+    process.show_as(f"worker-{worker}")
 
     def emit(event: events.Event) -> None:
         channel.send(dataclasses.replace(event, worker=worker))
@@ -183,7 +184,7 @@ def _explain(error: BaseException) -> UnisonoError:
     return found
 
 
-def _leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process without taking the interpreter apart, which costs a second with torch loaded.
 
     What a script may rely on at the end of a run that went well is done: its threads, its exit functions, its output.
@@ -200,7 +201,3 @@ def _leave(code: int) -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    _leave(main())

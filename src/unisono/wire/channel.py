@@ -20,6 +20,7 @@ from unisono.core import events
 from unisono.wire import messages
 
 FD_VARIABLE = "UNISONO_CHANNEL_FD"
+NURSERY_VARIABLE = "UNISONO_NURSERY_FD"  # through which a host asks its nursery for workers
 _FAREWELL = b"farewell"
 
 

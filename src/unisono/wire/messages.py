@@ -134,7 +134,6 @@ class Hello(Message):
 class Started(Message):
     kind = "started"
     worker: int
-    pid: int
     slot: int = 0
     replaces: int | None = None
 
