@@ -151,9 +151,9 @@ def test_a_run_is_scaled_up_and_down_and_stopped_by_command(calm: Calm, tmp_path
 
 
 def test_below_the_minimum_a_run_waits_and_goes_on_where_it_was(calm: Calm, tmp_path: Path) -> None:
-    faults = [Fault("kill", 1, 6, "collective")]
+    faults = [Fault("kill", 1, 6, "collective"), Fault("hang", 2, 1, "start", seconds=2)]
     with begin(SCRIPT, tmp_path, faults=faults, workers="2:2") as run:
-        run.until_fired(1)
+        run.until_fired(2)
         run.until_members(0, 2)
         [notice] = [event.text for event in run.of(events.Notice) if event.code == "too-few-workers"]
         assert notice == "1 of at least 2 workers are left; it goes on when another has started"
@@ -162,7 +162,7 @@ def test_below_the_minimum_a_run_waits_and_goes_on_where_it_was(calm: Calm, tmp_
 
 
 def test_a_run_that_waits_in_vain_says_for_whom_and_how_long(tmp_path: Path) -> None:
-    faults = [Fault("kill", 1, 6)]
+    faults = [Fault("kill", 1, 6), Fault("hang", 2, 1, "start")]
     with begin(SCRIPT, tmp_path, "--rejoin-within", "0.3", faults=faults, workers="2:2") as run:
         output = run.wait(expect=20).output
     assert "UNI-2005  1 workers are left, and the run needs at least 2" in output

@@ -19,10 +19,10 @@ import unisono
 from contract.ranks import together
 from models import CASES
 from multiproc.running import start_unisono
+from unisono.comm import state_tree
 from unisono.comm.seam import Comm
 from unisono.core.membership import even
 from unisono.core.ranges import split
-from unisono.elastic import state_tree
 from unisono.parallel import STRATEGIES
 from unisono.parallel.strategy import Microbatch
 from unisono.train.guard import checksum

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from unisono.comm import state_tree
 from unisono.core.errors import SetupError
-from unisono.elastic import state_tree
 
 KEYS = st.one_of(st.text("ab.[]", max_size=3), st.integers(-2, 10), st.booleans())
 LEAVES = st.one_of(

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from unisono.comm import state_tree
 from unisono.comm.seam import Comm, Message
 from unisono.core import events
 from unisono.core.errors import PeerLost, ReplicasDisagree
 from unisono.core.membership import Membership
-from unisono.elastic import state_tree
 from unisono.elastic.activity import Activity
 from unisono.elastic.fault_points import FaultPoints
 from unisono.elastic.healing import Standing, chunks, donors_and_receivers
