@@ -143,6 +143,7 @@ class Watch:
         self.settled: list[int] = []  # members that have finished a step together, so all of them hold the state
         self.killed: list[int] = []
         self._place = 0
+        self._changes_seen = 0
         self._shared_before = set(_shared_memory())
 
     def look(self) -> None:
@@ -188,8 +189,16 @@ class Watch:
         self.until(lambda: self.step >= step, f"step {step}")
 
     def until_members(self, *wanted: int) -> None:
-        """Until the run goes on with exactly these workers."""
-        self.until(lambda: self.members == list(wanted), f"members {wanted}")
+        """Until the run has gone on with exactly these workers, if only for a moment, since it was last asked for."""
+
+        def reached() -> bool:
+            changes = [event.members for event in self.of(events.MembershipChanged)]
+            places = [place for place in range(self._changes_seen, len(changes)) if changes[place] == list(wanted)]
+            if places:
+                self._changes_seen = places[0]
+            return bool(places)
+
+        self.until(reached, f"members {wanted}")
 
     def until_many(self, count: int, without: Sequence[int] = ()) -> list[int]:
         """Until so many take part, and none of `without`; who they are."""

@@ -19,7 +19,8 @@ from multiproc.running import run_command
 from unisono.core import events
 from unisono.core.faults import Fault
 
-SLOW_S, FAST_S = 0.15, 0.005  # for a microbatch: time for others to come, and none to lose
+FAST_S = 0.005  # for a microbatch: no time to lose
+LATE_S = 1.5  # in which the others finish some steps
 LATER = 100  # a step that is not reached before the test says so
 
 
@@ -33,9 +34,7 @@ def test_each_of_four_is_killed_in_turn(place: str, calm: Calm, tmp_path: Path) 
     faults = [Fault("kill", worker, 4 + worker, place) for worker in range(3)]
     faults.append(Fault("kill", 3, LATER, place))
     with begin(SCRIPT, tmp_path, "--max-restarts", "1", faults=faults) as run:
-        run.until_members(3)
-        set_pace(tmp_path, SLOW_S)
-        run.until(lambda: len(run.members) > 1, "somebody to take over from worker 3")
+        run.until_members(3, 4)
         set_pace(tmp_path, FAST_S)
         run.until_fired(4)
         run.check(run.hurry(), calm, faults)
@@ -43,16 +42,16 @@ def test_each_of_four_is_killed_in_turn(place: str, calm: Calm, tmp_path: Path) 
 
 
 def test_workers_are_killed_while_the_others_re_form(calm: Calm, tmp_path: Path) -> None:
-    """Worker 1 when worker 3 has died; worker 0 when another has come; worker 2 when one of those has died."""
+    """Worker 1 when worker 3 has died; worker 0 when others have come; worker 2 when one of those has died."""
     faults = [
         Fault("kill", 3, 4),
         Fault("kill", 1, 4, "reform"),
-        Fault("kill", 0, 8, "reform"),
+        Fault("kill", 0, 5, "reform"),
         Fault("kill", 2, LATER, "reform"),
+        *(Fault("hang", worker, 1, "start", seconds=LATE_S) for worker in (4, 5)),
     ]
     with begin(SCRIPT, tmp_path, "--max-restarts", "2", faults=faults) as run:
         run.until_members(0, 2)
-        set_pace(tmp_path, SLOW_S)
         run.until_members(2, 4, 5)
         set_pace(tmp_path, FAST_S)
         run.until_step(LATER)
@@ -63,14 +62,13 @@ def test_workers_are_killed_while_the_others_re_form(calm: Calm, tmp_path: Path)
 
 def test_workers_are_killed_while_a_joiner_is_healed(calm: Calm, tmp_path: Path) -> None:
     """First the joiner, then, with the next one, a donor."""
-    faults = [Fault("kill", 3, 4), Fault("kill", 4, 4, "heal"), Fault("kill", 0, LATER, "heal")]
+    faults = [
+        Fault("kill", 3, 4),
+        Fault("kill", 4, 4, "heal"),
+        Fault("kill", 0, 12, "heal"),
+        Fault("hang", 5, 1, "start", seconds=LATE_S),
+    ]
     with begin(SCRIPT, tmp_path, "--max-restarts", "2", faults=faults) as run:
-        run.until_fired(1)
-        set_pace(tmp_path, SLOW_S)
-        run.until_fired(2)
-        set_pace(tmp_path, FAST_S)
-        run.until_step(LATER)
-        set_pace(tmp_path, SLOW_S)
         run.until_members(1, 2, 5)
         run.check(run.hurry(), calm, faults)
 
