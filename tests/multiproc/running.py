@@ -19,6 +19,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,7 @@ class Started:
         numbers = (n for n in range(1, 1000) if not (folder / f"output-{n}.txt").exists())
         self.output_file = folder / f"output-{next(numbers)}.txt"
         self.started_s = time.monotonic()
+        self._found: Path | None = None
         with self.output_file.open("wb") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             self.process = subprocess.Popen(
@@ -100,17 +102,20 @@ class Started:
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory whose first event carries our process id."""
-        for path in (*self._named_dirs(), *sorted((self.folder / "runs").glob("*"))):
-            first = next(events.read(RunDir(path).events), None) if path.is_dir() else None
-            if isinstance(first, events.RunStarted) and first.pid == self.pid:
-                return path
-        return None
+        """The directory in which a run was started, or taken up, by a process with our id."""
+        if self._found is None:
+            named = list(self._named_dirs())
+            for path in (*named, *sorted((self.folder / "runs").glob("*"))):
+                found = events.read(RunDir(path).events) if path.is_dir() else iter(())
+                looked_at = found if path in named else islice(found, 1)  # only a run with a name is taken up again
+                if any(isinstance(event, events.RunStarted) and event.pid == self.pid for event in looked_at):
+                    self._found = path
+        return self._found
 
     def _named_dirs(self) -> Iterator[Path]:
         for option, value in zip(self.command, self.command[1:], strict=False):
-            if option == "--run-dir":
-                yield self.folder / value
+            if option in ("--run-dir", "--name"):
+                yield self.folder / ("runs" if option == "--name" else "") / value
 
     @property
     def events(self) -> list[events.Event]:

@@ -131,7 +131,9 @@ except unisono.UnisonoError as error:
         for name, (call, _, _) in IMPOSSIBLE.items()
     )
     last = "current().trainings = 0\nfit(optimizer=torch.optim.SparseAdam)\n"
-    finished = run_unisono(f"import json\n{SMALL}{attempts}{last}", tmp_path, workers=1, expect=10)
+    finished = run_unisono(
+        f"import json\n{SMALL}{attempts}{last}", tmp_path, "--checkpoint-every", "never", workers=1, expect=10
+    )
     refused = {
         row[0]: row[1:]
         for row in (json.loads(line[8:]) for line in finished.log().splitlines() if line.startswith("REFUSED"))

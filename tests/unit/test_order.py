@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.core.seeds import derive
-from unisono.data.order import Order, _permuted_chunk, permute
+from unisono.data.order import Order, _permuted_chunk
+from unisono.data.permutation import permute
 
 orders = st.builds(
     Order,

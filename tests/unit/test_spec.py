@@ -166,6 +166,13 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "faults": "",
         "listen": "",
         "local": None,
+        "checkpoint_every": "10m",
+        "checkpoint_to": "",
+        "checkpoint_key": "",
+        "keep": 2,
+        "keep_every": None,
+        "keep_best": "",
+        "resume": "auto",
     }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from typing import Any
@@ -122,7 +123,7 @@ def test_numbers_of_numpy_become_plain_ones() -> None:
 def test_what_cannot_travel_is_refused_by_name(value: object) -> None:
     with pytest.raises(SetupError) as caught:
         state_tree.flatten({"optimizer": [0, {"odd": value}]})
-    assert "state.optimizer[1].odd" in caught.value.what
+    assert "optimizer.1.odd" in caught.value.what
     assert type(value).__name__ in caught.value.what
 
 
@@ -148,3 +149,16 @@ def test_pieces_and_bytes_share_memory_with_what_they_are_pieces_of() -> None:
     state_tree.pieces([state_tree.as_bytes(tensor)], 4, 8)[0].fill_(255)
     assert torch.isnan(tensor[1])
     assert tensor[[0, 2, 3]].eq(0).all()
+
+
+@given(TREES)
+def test_a_tree_with_named_tensors_comes_back_from_plain_json(tree: Any) -> None:
+    plain, tensors = state_tree.named(tree)
+    assert same(state_tree.restored(json.loads(json.dumps(plain)), tensors), tree)
+
+
+def test_tensors_are_named_as_a_person_would_name_them_and_never_twice() -> None:
+    one, two, three = torch.zeros(1), torch.ones(1), torch.ones(2)
+    _, tensors = state_tree.named({"model": {"a.weight": one, "a": {"weight": two}}, "own": [{"x": three}]})
+    assert list(tensors) == ["model.a.weight", "model.a.weight#2", "own.0.x"]
+    assert tensors["model.a.weight#2"] is not one

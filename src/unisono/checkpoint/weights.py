@@ -48,7 +48,7 @@ def hash_state(state: Mapping[str, Tensor]) -> str:
         tensor = state[name]
         if not isinstance(tensor, torch.Tensor):
             continue
-        whole = tensor.detach().cpu().contiguous()
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         dtype = str(whole.dtype).removeprefix("torch.")
         total.update(_entry(name, _DTYPES.get(dtype, dtype), list(whole.shape)))
         if whole.numel():

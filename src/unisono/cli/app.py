@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from unisono.cli.checkpoint import app as checkpoint_app
+from unisono.cli.data import data_app
+
 if TYPE_CHECKING:
     from unisono.core.errors import UnisonoError
 
@@ -22,6 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(checkpoint_app)
+app.add_typer(data_app, name="data")
 
 
 def start() -> None:
@@ -116,6 +123,24 @@ def run(
         int | None, typer.Option(help="Workers on this machine (default: MAX, with --listen MIN).")
     ] = None,
     faults: Annotated[str | None, typer.Option(help="A plan of faults to rehearse (TOML).", metavar="FILE")] = None,
+    checkpoint_every: Annotated[
+        str | None, typer.Option(help="How often: 100 (steps), 10m (time, the default) or never.", metavar="WHEN")
+    ] = None,
+    checkpoint_to: Annotated[
+        str | None, typer.Option(help="Where: a directory or URL (default: in the run's directory).", metavar="URL")
+    ] = None,
+    checkpoint_key: Annotated[
+        str | None, typer.Option(help="Encrypt with the keys in this file.", metavar="FILE")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep, the newest (default 2).", metavar="N")] = None,
+    keep_every: Annotated[int | None, typer.Option(help="And those of every K-th step.", metavar="K")] = None,
+    keep_best: Annotated[
+        str | None, typer.Option(help="And the best: loss:min, accuracy:max:3.", metavar="METRIC")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="auto (default), never, or force: also when what decides the bits has changed."),
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="Read these settings from a TOML or JSON file first.")] = None,
 ) -> None:
     """Run SCRIPT on several workers.
@@ -129,7 +154,9 @@ def run(
         "script": script, "args": args, "workers": workers, "microbatches": microbatches, "threads": threads,
         "seed": seed, "name": name, "run_dir": run_dir, "device": device, "max_restarts": max_restarts,
         "rejoin_within": rejoin_within, "hang_after": hang_after, "grace": grace, "verify_every": verify_every,
-        "balance": balance, "listen": listen, "local": local, "faults": faults,
+        "balance": balance, "listen": listen, "local": local, "faults": faults, "checkpoint_every": checkpoint_every,
+        "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
+        "keep_best": keep_best, "resume": resume,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

@@ -98,12 +98,13 @@ class History:
         if self.start_s is None:
             self.start_s = event.time_s
         now_s = max(0.0, event.time_s - self.start_s)
-        self.end_s = max(self.end_s, now_s)
+        before_s, self.end_s = self.end_s, max(self.end_s, now_s)
         if isinstance(event, events.StepFinished):
             self.steps.append(now_s)
             self.last_step = event.step
         elif isinstance(event, events.RunStarted):
-            self.name = event.name
+            self.name, self.outcome = event.name, "running"
+            self._start_over(before_s)
         elif isinstance(event, events.MembershipChanged):
             self._form(event, now_s)
         elif isinstance(event, events.RunFinished):
@@ -115,6 +116,12 @@ class History:
                 self.coordinators.append(now_s)
         else:
             self._take_of_one_worker(event, now_s)
+
+    def _start_over(self, at_s: float) -> None:
+        """A run that is taken up again: whoever was there before ended, at the latest, with the last that was heard."""
+        for lane in self.lanes.values():
+            lane.enter("", at_s)
+        self._members, self._stalled = set(), False
 
     def _take_of_one_worker(self, event: events.Event, now_s: float) -> None:
         if isinstance(event, events.WorkerStarted):
@@ -154,7 +161,7 @@ class History:
             lane = self._lane(worker)
             if lane.state == "training":
                 lane.enter("re-forming", max(lane.since_s, began_s))
-            elif not first and lane.state != "re-forming":
+            elif self._members and lane.state != "re-forming":
                 lane.marks.append(Mark("joined", now_s, "joined"))
             lane.enter("training", now_s)
         balanced_s = self.generations[-2][0] if not first and set(event.members) == self._members else -1.0

@@ -52,8 +52,8 @@ class Host:
         self._pulse_s = 0.0
         self._memory_deaths = MemoryDeaths()
 
-    def start(self, number: int, slot: int, replaces: int | None = None) -> None:
-        self.workers.start(number, slot, replaces)
+    def start(self, number: int, slot: int, replaces: int | None = None, under_way: bool = False) -> None:
+        self.workers.start(number, slot, replaces, under_way)
         self.report(m.Started(worker=number, slot=slot, replaces=replaces))
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -127,7 +127,7 @@ class Host:
         if order.worker in self.workers.all:
             return
         try:
-            self.start(order.worker, order.slot, order.replaces)
+            self.start(order.worker, order.slot, order.replaces, order.under_way)
         except OSError as error:
             self.report(m.Started(worker=order.worker, slot=order.slot, replaces=order.replaces))
             self.report(m.Gone(worker=order.worker, exit_code=1, because=f"it could not be started: {error.strerror}"))

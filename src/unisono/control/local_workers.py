@@ -105,7 +105,7 @@ class LocalWorkers:
     def living(self) -> list[Worker]:
         return [worker for worker in self.all.values() if not worker.exited]
 
-    def start(self, number: int, slot: int, replaces: int | None) -> None:
+    def start(self, number: int, slot: int, replaces: int | None, under_way: bool) -> None:
         """Ask for a worker. It is there, with `pid` 0, until the nursery has it."""
         site = self.site
         settings = {
@@ -113,6 +113,7 @@ class LocalWorkers:
             "slot": slot,
             "local": site.local,
             "replaces": replaces,
+            "under_way": under_way,
             "spec": site.spec.model_dump(mode="json"),
             "scratch": str(site.scratch),
             "host": site.host,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from unisono.core import events
 from unisono.core.errors import Interrupted, Preempted
-from unisono.core.progress import duration
+from unisono.core.progress import duration, size
 from unisono.core.run_dir import RunDir, write_atomically
 
 FILE_NAME = "story.txt"
@@ -78,7 +78,14 @@ class Story:
     def _take_rarer(self, event: events.Event) -> None:
         if isinstance(event, events.RunStarted):
             plural = "s" if event.workers != 1 else ""
-            self._say(event, f"started {event.script} with {event.workers} worker{plural} on {event.host}")
+            how = "started again:" if self.lines else "started"
+            self._say(event, f"{how} {event.script} with {event.workers} worker{plural} on {event.host}")
+            self._formed, self._members, self._leaving, self._unexplained = False, set(), None, None
+        elif isinstance(event, events.Resumed):
+            changed = f"; not as before: {', '.join(event.differs)}" if event.differs else ""
+            self._say(event, f"went on from the checkpoint of step {event.step}{changed}", event.step)
+        elif isinstance(event, events.CheckpointFailed):
+            self._say(event, f"no checkpoint: {_code_and_what(event.failure)}", event.step)
         elif isinstance(event, events.Diagnosed):
             self._say(event, f"diagnosed: {_code_and_what(event.failure)}")
         elif isinstance(event, events.Healing):
@@ -200,10 +207,6 @@ def clock(seconds: float) -> str:
 
 def short(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)
-
-
-def size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def _step(line: Line) -> str:

@@ -16,7 +16,7 @@ from unisono.control.history import History
 from unisono.control.story import Story
 from unisono.core import events
 from unisono.core.errors import UsageError
-from unisono.core.progress import PARTS, duration, format_metrics
+from unisono.core.progress import PARTS, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
 
 
@@ -36,6 +36,7 @@ class Summary:
     timings: dict[str, dict[str, float]] = field(default_factory=dict)  # worker: part: seconds
     ranges: dict[str, str] = field(default_factory=dict)  # of the current members
     generation: int = 0
+    saved: events.CheckpointSaved | None = None
     evaluations: list[events.Evaluated] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     history: History = field(default_factory=History)
@@ -67,6 +68,7 @@ class Summary:
             ("steps", f"{step:,}{of}"),
             ("loss", format_metrics({"": self.step.loss}).strip() if self.step else ""),
             ("time", duration(ended_s - self.started_s)),
+            ("checkpoint", f"step {self.saved.step:,}, {size(self.saved.bytes)}" if self.saved else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result else ""),
             *[("note", text) for text in self.notices],
@@ -108,7 +110,8 @@ def _take(summary: Summary, event: events.Event) -> None:
                 totals[part] += row.get(part, 0.0)
     elif isinstance(event, events.RunStarted):
         summary.name, summary.script, summary.workers = event.name, event.script, event.workers
-        summary.started_s, summary.pid = event.time_s, event.pid
+        summary.started_s, summary.pid = summary.started_s or event.time_s, event.pid
+        summary.failure = summary.result = None  # of the time before it was started again
     elif isinstance(event, events.Configured):
         summary.job, summary.steps_total = event.job, event.steps_total
     elif isinstance(event, events.MembershipChanged):
@@ -117,6 +120,8 @@ def _take(summary: Summary, event: events.Event) -> None:
             str(worker): f"{first}..{last - 1}" if last - first > 1 else str(first)
             for worker, (first, last) in zip(event.members, event.ranges, strict=False)
         }
+    elif isinstance(event, events.CheckpointSaved):
+        summary.saved = event
     elif isinstance(event, events.Evaluated):
         summary.evaluations.append(event)
     elif isinstance(event, events.Notice):

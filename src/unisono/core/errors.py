@@ -21,6 +21,8 @@ EXIT_CODES: dict[int, str] = {
     20: "a worker process was lost (killed, crashed, out of memory, hung), and the run could not go on without it",
     21: "this host could not join the run",
     30: "the run directory cannot be written",
+    31: "the place of the checkpoints cannot be written or read",
+    32: "a checkpoint is damaged or incomplete, does not fit this training, or needs another key",
     70: "a fault in Unisono itself",
     75: "preempted: asked to leave by SIGTERM, SIGUSR1 or SIGUSR2; start it again",
     130: "stopped by Ctrl-C or by unisono stop --now",
@@ -122,6 +124,43 @@ class NonFiniteLoss(UnisonoError):
     code, exit_code = "UNI-1301", 12
 
 
+class DataError(UnisonoError):
+    """Data that cannot be used. The message names the file or shard and, where it is about one, the sample."""
+
+    code, exit_code = "UNI-1310", 11
+
+
+class DataMissing(DataError):
+    """A file, shard or index that should be there and is not."""
+
+    code = "UNI-1311"
+
+
+class DataDamaged(DataError):
+    """Truncated, changed since it was written, or never in the format that it claims."""
+
+    code = "UNI-1312"
+
+
+class SchemaMismatch(DataError):
+    """A sample or shard does not have the columns that it should have."""
+
+    code = "UNI-1313"
+
+
+class BadSample(DataError):
+    """One sample cannot be read, or the transform refuses it; `index` says which, -1 if unknown."""
+
+    code = "UNI-1314"
+    index: int = -1
+
+
+class DataUnreachable(DataError):
+    """The storage did not do what it was asked to: not the same as having no such file."""
+
+    code = "UNI-1315"
+
+
 class DataDisagrees(UnisonoError):
     code, exit_code = "UNI-1401", 13
 
@@ -218,6 +257,64 @@ class RunDirectoryError(UnisonoError):
 
 class DiskFull(RunDirectoryError):
     code = "UNI-3002"
+
+
+class StoreFailed(UnisonoError):
+    """A checkpoint store could not do what it was asked to, after all retries. `key`: the object, if it was one."""
+
+    code, exit_code = "UNI-3010", 31
+    key: str = ""
+
+
+class StoreMissing(UnisonoError):
+    """There is no such object. A store that could not be asked is StoreFailed, and neither is the other."""
+
+    code, exit_code = "UNI-3011", 31
+    key: str = ""
+
+
+class StoreFull(StoreFailed):
+    code = "UNI-3012"
+
+
+class StoreDenied(StoreFailed):
+    """Credentials or permissions."""
+
+    code = "UNI-3013"
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint cannot be saved or used."""
+
+    code, exit_code = "UNI-3020", 32
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes are missing or are not those that were written. An older checkpoint may be good."""
+
+    code = "UNI-3021"
+
+
+class CheckpointMismatch(CheckpointError):
+    """A whole checkpoint, of something else: tensors are missing, renamed or reshaped."""
+
+    code = "UNI-3022"
+
+
+class Unstorable(CheckpointError):
+    """A tensor or value of a kind that a checkpoint cannot hold."""
+
+    code = "UNI-3023"
+
+
+class WrongKey(CheckpointError):
+    code = "UNI-3024"
+
+
+class CheckpointNewer(CheckpointError):
+    """Written by a later version. Never skipped in favour of an older one, never counted as rubbish."""
+
+    code = "UNI-3025"
 
 
 class Interrupted(UnisonoError):

@@ -170,6 +170,41 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """It exists from now on. `stall_s`: how long the loop of the worker that tells it was kept waiting."""
+
+    kind = "checkpoint_saved"
+    step: int
+    bytes: int
+    bytes_written: int  # the rest was in the store already
+    seconds: float  # from the step to the moment it existed
+    stall_s: float
+    digest: str
+    writers: list[int]
+    url: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """The training goes on; if no later one succeeds, the run ends with this failure."""
+
+    kind = "checkpoint_failed"
+    step: int
+    failure: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The training goes on from a checkpoint, or from the beginning (`step` 0) where there was none."""
+
+    kind = "resumed"
+    step: int
+    digest: str = ""
+    url: str = ""
+    differs: list[str] = field(default_factory=list)  # what is not as it was, in words
+
+
+@dataclass(frozen=True, kw_only=True)
 class Notice(Event):
     """Something the user should know that is not a failure."""
 

@@ -237,9 +237,26 @@ def describe_change(event: events.Event) -> str | None:
         return f"copying the state to worker {who}: {share:.0%} of {event.bytes_total / 1e6:,.0f} MB"
     if isinstance(event, events.CoordinatorStarted) and event.number > 1:
         return "the coordinator died and is back; the training did not notice"
+    if isinstance(event, events.CheckpointSaved):
+        new = f", {size(event.bytes_written)} of them new" if event.bytes_written < event.bytes else ""
+        return f"saved    step {event.step}: {size(event.bytes)}{new}, in {event.seconds:.2f} s"
+    if isinstance(event, events.CheckpointFailed):
+        return (
+            f"{from_dict(event.failure)}\n  so      there is no checkpoint of step {event.step}; the training goes on"
+        )
+    if isinstance(event, events.Resumed):
+        return "\n".join([f"resumed  from the checkpoint of step {event.step} in {event.url}", *_differs(event)])
     if isinstance(event, events.FaultFired):
         return f"fault of the plan: {event.fault} on worker {event.worker} in step {event.step} ({event.at})"
     return None
+
+
+def _differs(event: events.Resumed) -> list[str]:
+    return [f"         not as before: {text}" for text in event.differs]
+
+
+def size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count:,} bytes"
 
 
 def describe_job(event: events.Configured) -> str:

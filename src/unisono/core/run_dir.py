@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from unisono.core import events
-from unisono.core.errors import DiskFull, RunDirectoryError, UsageError
+from unisono.core.errors import DiskFull, RunDirectoryError, UnisonoError, UsageError, from_dict
 from unisono.core.spec import RunSpec
 
 DEFAULT_PARENT = "runs"
+_SAME_TRAINING = ("script", "args", "seed", "microbatches")  # what must be asked again for a run to go on
 _CHOOSE_ANOTHER = "choose another --name or --run-dir, or remove that one"
 
 
@@ -61,7 +62,7 @@ class RunDir:
 
 
 def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
-    """Make the run's directory, or raise an error that says why it cannot be. Two runs never share one."""
+    """Make the run's directory, or take up the one that is there (`resume`); or raise an error that says why not."""
     stem = Path(spec.script).stem or "run"
     name = spec.name or f"{stem}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now_s))}"
     path = Path(spec.run_dir) if spec.run_dir else Path(DEFAULT_PARENT) / name
@@ -72,7 +73,8 @@ def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
         except OSError as error:  # also when something that is no directory has its name
             raise _cannot_write(path, error) from None
         try:
-            path.mkdir(exist_ok=bool(spec.run_dir) and not (path / "events.jsonl").exists())
+            holds_a_run = (path / "events.jsonl").exists()
+            path.mkdir(exist_ok=_may_take_up(spec, path) if holds_a_run else bool(spec.run_dir))
             (path / "logs").mkdir(exist_ok=True)
             break
         except FileExistsError:
@@ -87,6 +89,25 @@ def create(spec: RunSpec, now_s: float) -> tuple[RunSpec, RunDir]:
         except OSError as error:
             raise _cannot_write(path, error) from None
     return spec.model_copy(update={"name": spec.name or path.name, "run_dir": str(path)}), RunDir(path)
+
+
+def _may_take_up(spec: RunSpec, path: Path) -> bool:
+    """Whether it is the same training that is to go on there. Raises UsageError, with what differs, where it is not."""
+    if spec.resume == "never" or not (spec.name or spec.run_dir):
+        return False
+    try:
+        before = json.loads((path / "spec.json").read_text())["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    now = spec.model_dump(mode="json")
+    differs = [f"{key} {before.get(key)} -> {now[key]}" for key in _SAME_TRAINING if before.get(key) != now[key]]
+    if differs and spec.resume != "force":
+        raise UsageError(
+            f"the run directory {path} holds another training",
+            cause="\n".join(differs),
+            do=f"ask for the same to go on with it, or {_CHOOSE_ANOTHER}; --resume force goes on all the same",
+        )
+    return True
 
 
 def _cannot_write(path: Path, error: OSError) -> RunDirectoryError:
@@ -142,6 +163,7 @@ class Recorder:
     spec: RunSpec
     lost: dict[str, int] = field(default_factory=dict)  # file name: lines that could not be written
     first_loss: OSError | None = None
+    unsaved: UnisonoError | None = None  # why there is no newer checkpoint
     _files: dict[Path, int] = field(default_factory=dict)
     _finished: bool = False
     last_step: int = 0
@@ -151,22 +173,41 @@ class Recorder:
         """First write, while failing is still cheap."""
         try:
             self._append(self.run_dir.events, b"")
-            self._claim(self._files[self.run_dir.events])
+            if self._claim(self._files[self.run_dir.events]):
+                self._take_up()
             self._write_spec(job=None)
         except OSError as error:
             raise _cannot_write(self.run_dir.path, error) from None
 
-    def _claim(self, descriptor: int) -> None:
-        """Of two runs that found the same directory empty, one gets it. Where locks do not work, both do."""
+    def _claim(self, descriptor: int) -> bool:
+        """Of two runs that want the same directory, one gets it. Where locks do not work, both do. Returns whether
+        there is a run in it already, that is to go on."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = os.fstat(descriptor).st_size > 0
         except BlockingIOError:
-            taken = True
+            raise UsageError(
+                f"the run directory {self.run_dir.path} is in use by a run that is running",
+                do=f"wait for it, or stop it (unisono stop), or {_CHOOSE_ANOTHER}",
+            ) from None
         except OSError:
-            taken = False
-        if taken:
+            return False
+        holds_a_run = os.fstat(descriptor).st_size > 0
+        if holds_a_run and not _may_take_up(self.spec, self.run_dir.path):
             raise UsageError(f"the run directory {self.run_dir.path} already holds a run", do=_CHOOSE_ANOTHER)
+        return holds_a_run
+
+    def _take_up(self) -> None:
+        """Go on with the record: what it has is not told twice, and half a line at its end is closed."""
+        with self.run_dir.events.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            torn = file.read(1) != b"\n"
+        if torn:
+            self._append(self.run_dir.events, b"\n")
+        for event in events.read(self.run_dir.events):
+            if not isinstance(event, events.RunFinished):
+                self._is_old(event)
+        for path in (self.run_dir.path / "journal.jsonl", self.run_dir.control, self.run_dir.result):
+            path.unlink(missing_ok=True)
 
     def handle(self, event: events.Event) -> bool:
         """Write it down. False for one that is known: after a change of membership the last is told again."""
@@ -178,6 +219,10 @@ class Recorder:
                 self._write_spec(event.job)
             elif isinstance(event, events.RunFinished):
                 write_atomically(self.run_dir.result, json.dumps(events.plain(event.result), indent=2) + "\n")
+            elif isinstance(event, events.CheckpointFailed):
+                self.unsaved = from_dict(event.failure)
+            elif isinstance(event, events.CheckpointSaved):
+                self.unsaved = None
             elif isinstance(event, events.Notice) and event.code == "weights-not-saved":
                 full = os.strerror(errno.ENOSPC)  # all that is left of the worker's exception
                 error = OSError(errno.ENOSPC, full) if full in event.text else OSError(errno.EIO, event.text)
@@ -225,10 +270,10 @@ class Recorder:
             os.close(descriptor)
         self._files.clear()
 
-    def failure(self) -> RunDirectoryError | None:
+    def failure(self) -> UnisonoError | None:
         """What could not be written, if anything, as the error that the run ends with."""
         if self.first_loss is None:
-            return None
+            return self.unsaved
         full = self.first_loss.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = DiskFull if full else RunDirectoryError
         free_mb = shutil.disk_usage(self.run_dir.path).free / 1e6 if self.run_dir.path.exists() else 0.0

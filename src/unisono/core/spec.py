@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 
 from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, UsageError, suggest
+from unisono.core.interval import parse_interval
 
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -76,11 +77,24 @@ class RunSpec(BaseModel):
     faults: str = ""
     listen: str = ""
     local: int | None = Field(default=None, ge=1)
+    checkpoint_every: str = "10m"
+    checkpoint_to: str = ""
+    checkpoint_key: str = ""
+    keep: int = Field(default=2, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
+    keep_best: str = ""
+    resume: Literal["auto", "never", "force"] = "auto"
 
     @field_validator("workers", mode="before")
     @classmethod
     def _workers_from_text(cls, value: Any) -> Any:
         return parse_workers(value) if isinstance(value, str | int) else value
+
+    @field_validator("checkpoint_every")
+    @classmethod
+    def _usable_interval(cls, value: str) -> str:
+        parse_interval(value, "--checkpoint-every")
+        return value
 
     @field_validator("name")
     @classmethod
@@ -104,8 +118,10 @@ class JobSpec(BaseModel):
     max_steps: int | None = None
     exact: bool = True
     split: str = "samples"
-    shuffle: bool = True
+    shuffle: bool | Literal["blocks"] = True
+    block_shards: int | None = None  # of shuffle="blocks"
     drop_last: bool = False
+    on_bad: str = "stop"
     samples: int | None = None  # None: an iterable dataset, its length is known when it ends
     optimizer: str = ""
     schedule: str = ""

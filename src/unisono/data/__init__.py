@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-in data sources by name; everything else of this package is imported from its own file.
+"""Data sources, readers, shards and their writer by name; everything else is imported from its own file.
 
 ``from unisono.data import mnist`` is what a script writes. Sources are loaded on first use, so that importing this
 package, or `unisono.data.order`, does not import torch.
@@ -13,14 +13,53 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.core.errors import BadSample
+    from unisono.data.csv_files import CsvFile
     from unisono.data.digits import digits
+    from unisono.data.folders import Folder
+    from unisono.data.jsonl import JsonLines
+    from unisono.data.mixing import Mixed
     from unisono.data.mnist import mnist
+    from unisono.data.packing import Packed
+    from unisono.data.parquet import ParquetFiles
+    from unisono.data.streaming import Shards
     from unisono.data.text import TextWindows, python_source, python_text
+    from unisono.data.tokens import TokenFile
+    from unisono.data.webdataset import TarSamples
+    from unisono.data.writer import ShardWriter
 
-__all__ = ["TextWindows", "digits", "mnist", "python_source", "python_text"]
+__all__ = [
+    "BadSample",
+    "CsvFile",
+    "Folder",
+    "JsonLines",
+    "Mixed",
+    "Packed",
+    "ParquetFiles",
+    "ShardWriter",
+    "Shards",
+    "TarSamples",
+    "TextWindows",
+    "TokenFile",
+    "digits",
+    "mnist",
+    "python_source",
+    "python_text",
+]
 
 _HOME = {
+    "BadSample": "unisono.core.errors",
+    "CsvFile": "unisono.data.csv_files",
+    "Folder": "unisono.data.folders",
+    "JsonLines": "unisono.data.jsonl",
+    "Mixed": "unisono.data.mixing",
+    "Packed": "unisono.data.packing",
+    "ParquetFiles": "unisono.data.parquet",
+    "ShardWriter": "unisono.data.writer",
+    "Shards": "unisono.data.streaming",
+    "TarSamples": "unisono.data.webdataset",
     "TextWindows": "unisono.data.text",
+    "TokenFile": "unisono.data.tokens",
     "digits": "unisono.data.digits",
     "mnist": "unisono.data.mnist",
     "python_source": "unisono.data.text",

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import traceback
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from unisono.core import process
-from unisono.core.errors import ScriptFailed, WorkerLost
+from unisono.core.errors import ScriptFailed, UnisonoError, WorkerLost, from_dict
 
 _TENSOR_ARRIVES = os.path.join("torch", "multiprocessing", "reductions.py")
 _SHOWN_IDS = 8
@@ -27,16 +27,20 @@ class Failure:
     where: str
     trace: str
     ids: list[int]
+    known: dict[str, Any] | None = None  # an error of ours: it keeps its code and its words
 
 
 def failure_of(error: Exception, ids: list[int]) -> Failure:
-    return Failure(process.describe(error), process.user_line(error), traceback.format_exc(), ids)
+    known = error.as_dict() if isinstance(error, UnisonoError) else None
+    trace = getattr(error, "trace", "") or traceback.format_exc()
+    return Failure(process.describe(error), process.user_line(error), trace, ids, known)
 
 
 def raise_here(failure: Failure) -> NoReturn:
     ids = ", ".join(map(str, failure.ids[:_SHOWN_IDS])) + (", …" if len(failure.ids) > _SHOWN_IDS else "")
     reading = f", while reading samples {ids}" if ids else ""
-    error = process.out_of_memory(failure.described, failure.where) or ScriptFailed(
+    found = from_dict(failure.known) if failure.known else process.out_of_memory(failure.described, failure.where)
+    error = found or ScriptFailed(
         failure.described,
         where=failure.where,
         cause=f"raised by the dataset in a loader process{reading}",

@@ -11,9 +11,9 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -22,9 +22,12 @@ from unisono.core import process, stacks
 from unisono.core.errors import EmptyData, SetupError, suggest
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import apply, derive
+from unisono.data import offers
 from unisono.data.digest import digest
 from unisono.data.loader_failures import Failure, explain_death, failure_of, raise_here
-from unisono.data.order import Order, Split
+from unisono.data.look_ahead import Announcer
+from unisono.data.order import Order, Shuffle, Split
+from unisono.data.rejecting import guard
 
 _PROBES = 4  # samples that all workers read at the start of an epoch, to compare
 Collate = Callable[[list[Any]], Any]
@@ -40,8 +43,10 @@ class Data:
 
     dataset: Any
     split: Split = "samples"
-    shuffle: bool = True
+    shuffle: Shuffle = True
     drop_last: bool = False
+    block_shards: int = 16  # that are mixed together with shuffle="blocks"
+    on_bad: Literal["stop", "skip"] = "stop"
     loader_processes: int = 0
     prefetch: int | None = None  # microbatches that each loader process prepares ahead, 2 by default
     collate: Collate | None = None
@@ -50,6 +55,8 @@ class Data:
         if self.split not in ("samples", "blocks"):
             hint = suggest(str(self.split), ("samples", "blocks"))
             raise SetupError(f"split={self.split!r} is neither samples nor blocks" + (f"; {hint}" if hint else ""))
+        if self.shuffle not in (True, False, "blocks") or self.block_shards < 1:
+            raise SetupError(f"shuffle={self.shuffle!r} in blocks of {self.block_shards} makes no sense")
         if self.loader_processes < 0:
             raise SetupError(f"loader_processes={self.loader_processes} makes no sense", do="give 0 or more")
         if self.prefetch is not None and (self.prefetch < 1 or not self.loader_processes):
@@ -88,17 +95,22 @@ class Loader(Protocol):
     def probe(self, epoch: int) -> tuple[int, int]:
         """(length or -1, digest of a few samples): must agree on all workers."""
 
+    def taken(self) -> offers.Taken: ...  # what reading cost, here and in loader processes, since the last call
+
     def close(self) -> None: ...
 
 
 def open_loader(data: Data, batch_size: int, microbatches: int, seed: int) -> Loader:
     """The loader for a dataset, or an error that says why it cannot be read."""
+    data = replace(data, dataset=guard(data.dataset, data.on_bad))
+    blocks = offers.blocks(data.dataset, data.block_shards) if data.shuffle == "blocks" else None
     if data.is_map_style:
         if len(data.dataset) == 0:
             raise EmptyData(
                 "the dataset is empty", cause="its length is 0", do="check the path or the filter behind it"
             )
-        order = Order(len(data.dataset), batch_size, microbatches, seed, data.split, data.shuffle, data.drop_last)
+        how = data.split, data.shuffle, data.drop_last, blocks
+        order = Order(len(data.dataset), batch_size, microbatches, seed, *how)
         if order.steps_per_epoch == 0:
             raise EmptyData(
                 f"drop_last leaves nothing: {len(data.dataset)} samples do not fill one batch of {batch_size}",
@@ -126,6 +138,7 @@ class _Key:
     epoch: int
     step_in_epoch: int
     microbatch: int
+    among: _Keys  # what this worker reads next, for looking ahead
 
 
 @dataclass(frozen=True)
@@ -145,7 +158,7 @@ class _Keys:
     mine: range
 
     def __iter__(self) -> Iterator[_Key]:
-        return (_Key(self.epoch, step, microbatch) for step in self.steps for microbatch in self.mine)
+        return (_Key(self.epoch, step, microbatch, self) for step in self.steps for microbatch in self.mine)
 
 
 @dataclass
@@ -166,32 +179,39 @@ class _Fetch:
         self.collate = data.collate or default_collate
         # Indexing whole tensors gives the same values as collating samples one by one, without the loop.
         self.tensors = data.dataset.tensors if type(data.dataset) is TensorDataset and not data.collate else None
+        self.announcer = Announcer(data.dataset, self.ids)
 
     def __len__(self) -> int:
         return self.order.steps_per_epoch * self.order.microbatches
+
+    def ids(self, epoch: int, step_in_epoch: int, microbatch: int) -> Sequence[int]:
+        ids = self.order.ids(epoch, step_in_epoch, microbatch)
+        # A dataset that never ends goes on, in the second epoch, where the first one ended.
+        return [i + epoch * self.order.samples for i in ids] if getattr(self.data.dataset, "endless", False) else ids
 
     def fetch(self, key: _Key | _Probe) -> Any:
         if isinstance(key, _Probe):
             apply(derive(self.order.seed, "probe-state", key.index))
             return key.index, self.data.dataset[key.index]
-        ids = self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)
+        ids = self.ids(key.epoch, key.step_in_epoch, key.microbatch)
         if not len(ids):
             return None
+        self.announcer.reached(key.epoch, key.step_in_epoch, key.among.steps.stop, key.among.mine)
         if self.tensors is not None:
             chosen = torch.tensor(ids)
             return [tensor[chosen] for tensor in self.tensors]
         apply(derive(self.order.seed, "fetch", key.epoch, key.step_in_epoch, key.microbatch))
         dataset = self.data.dataset
-        batched = getattr(dataset, "__getitems__", None)
-        return self.collate(batched(list(ids)) if batched else [dataset[i] for i in ids])
+        ready_made = None if self.data.collate else getattr(dataset, "read_batch", None)
+        return ready_made(ids) if ready_made else self.collate(offers.read_many(dataset, ids))
 
-    def __getitem__(self, key: _Key | _Probe) -> Any:
+    def __getitem__(self, key: _Key | _Probe) -> tuple[Any, offers.Taken]:  # in a loader process
         try:
-            return self.fetch(key)
+            return self.fetch(key), offers.taken(self.data.dataset)
         except Exception as error:
             if isinstance(key, _Probe):
-                return failure_of(error, [key.index])
-            return failure_of(error, list(self.order.ids(key.epoch, key.step_in_epoch, key.microbatch)))
+                return failure_of(error, [key.index]), offers.Taken()
+            return failure_of(error, list(self.ids(key.epoch, key.step_in_epoch, key.microbatch))), offers.Taken()
 
 
 def _same(item: Any) -> Any:
@@ -212,6 +232,7 @@ class MapLoader:
         self._fetch = _Fetch(data, order)
         self._asked = _Asked()
         self._loader: DataLoader[Any] | None = None
+        self._taken = offers.Taken()  # by loader processes
         self._probed: tuple[int, tuple[int, int]] = (-1, (0, 0))  # epoch, result
 
     def epoch(self, epoch: int, from_step: int, mine: range, to_step: int | None = None) -> Iterator[StepData]:
@@ -239,7 +260,8 @@ class MapLoader:
             )
         self._asked.keys = keys
         try:
-            for item in self._loader:
+            for item, taken in self._loader:
+                self._taken += taken
                 if isinstance(item, Failure):
                     raise_here(item)
                 yield item
@@ -251,10 +273,15 @@ class MapLoader:
 
     def probe(self, epoch: int) -> tuple[int, int]:
         if self._probed[0] != epoch:
-            length, seed = len(self.data.dataset), self.order.seed
-            keys = [_Probe(derive(seed, "probe", epoch, number) % length) for number in range(_PROBES)]
-            self._probed = epoch, (length, digest(list(self._batches(keys))))
+            length, hash_ = len(self.data.dataset), getattr(self.data.dataset, "hash", "")
+            anywhere = [derive(self.order.seed, "probe", epoch, number) % length for number in range(_PROBES)]
+            ids = offers.probes(self.data.dataset, anywhere, self._fetch.ids(epoch, 0, 0))
+            self._probed = epoch, (length, digest(hash_, list(self._batches(map(_Probe, ids)))))
         return self._probed[1]
+
+    def taken(self) -> offers.Taken:
+        taken, self._taken = self._taken, offers.Taken()
+        return taken + offers.taken(self.data.dataset)
 
     def close(self) -> None:
         self._loader = None
@@ -352,6 +379,9 @@ class StreamLoader:
 
     def probe(self, epoch: int) -> tuple[int, int]:  # noqa: ARG002  every step carries its own check
         return -1, 0
+
+    def taken(self) -> offers.Taken:
+        return offers.taken(self.data.dataset)
 
     def close(self) -> None:
         return None

@@ -3,15 +3,15 @@
 
 Two ways of splitting. *samples*: the epoch is a random permutation, cut into batches, cut into microbatches.
 *blocks*: microbatch m owns one contiguous block of the data and reads it sequentially, from another starting point
-each epoch, so that whoever computes m reads the same files in the same direction. Torch-free, constant memory,
-any position in constant time.
+each epoch, so that whoever computes m reads the same files in the same direction. Either may shuffle in blocks of
+shards instead (`blocks`). Torch-free, constant memory, any position in constant time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import derive
+from unisono.data.blocks import Blocks
+from unisono.data.permutation import permute
 
 Split = Literal["samples", "blocks"]
+Shuffle = bool | Literal["blocks"]  # True: anything anywhere in the epoch; "blocks": inside blocks of shards
 _CHUNK = 1 << 15  # positions permuted at a time
-_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,14 @@ class Order:
     microbatches: int
     seed: int
     split: Split = "samples"
-    shuffle: bool = True
+    shuffle: Shuffle = True
     drop_last: bool = False
+    blocks: Blocks | None = None  # the dataset's shards; needed for, and used only by, shuffle="blocks"
+
+    def __post_init__(self) -> None:
+        if self.shuffle == "blocks" and (self.blocks is None or self.blocks.samples != self.samples):
+            held = "no shards" if self.blocks is None else f"shards of {self.blocks.samples} samples"
+            raise ValueError(f'shuffle="blocks" of {self.samples} samples was given {held}')
 
     @property
     def steps_per_epoch(self) -> int:
@@ -62,7 +70,9 @@ class Order:
         first = step_in_epoch * self.batch_size + mine.start
         if not self.shuffle:
             return range(first, first + len(mine))
-        return [int(i) for i in self._permuted(epoch, first, len(mine))]
+        if self.blocks is not None and self.shuffle == "blocks":
+            return _listed(self.blocks.ids(derive(self.seed, "epoch", epoch), first, len(mine)))
+        return _listed(self._permuted(epoch, first, len(mine)))
 
     def _permuted(self, epoch: int, first: int, count: int) -> NDArray[np.uint64]:
         last = first + count
@@ -76,9 +86,11 @@ class Order:
 
     def _from_block(self, epoch: int, step_in_epoch: int, microbatch: int, count: int) -> list[int]:
         start, length = self._block(microbatch)
-        offset = derive(self.seed, "block", epoch, microbatch) % length if self.shuffle and length else 0
-        nominal = len(split_evenly(self.batch_size, self.microbatches)[microbatch])
-        first = step_in_epoch * nominal
+        first = step_in_epoch * len(split_evenly(self.batch_size, self.microbatches)[microbatch])
+        key = derive(self.seed, "block", epoch, microbatch)
+        if self.shuffle == "blocks":
+            return _listed(self._stretches[microbatch].ids(key, first, count))
+        offset = key % length if self.shuffle and length else 0
         return [start + (offset + first + i) % length for i in range(count)]
 
     def _block(self, microbatch: int) -> tuple[int, int]:
@@ -89,37 +101,19 @@ class Order:
         lengths = [whole * len(n) + len(r) for n, r in zip(nominal, remainder, strict=True)]
         return sum(lengths[:microbatch]), lengths[microbatch]
 
+    @cached_property
+    def _stretches(self) -> list[Blocks]:
+        """Each microbatch's block, as the shards and parts of shards that it consists of."""
+        assert self.blocks is not None
+        return [self.blocks.within(*self._block(microbatch)) for microbatch in range(self.microbatches)]
+
+
+def _listed(ids: NDArray[np.int64] | NDArray[np.uint64]) -> list[int]:
+    listed: list[int] = ids.tolist()
+    return listed
+
 
 @lru_cache(maxsize=8)
 def _permuted_chunk(samples: int, key: int, chunk: int) -> NDArray[np.uint64]:
     positions = np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, samples), dtype=np.uint64)
     return permute(positions, samples, key)
-
-
-def permute(positions: NDArray[np.uint64], samples: int, key: int) -> NDArray[np.uint64]:
-    """Where a keyed random permutation of ``0..samples-1`` sends these positions.
-
-    A Feistel network on the next even number of bits, walked along its cycles until it lands inside the range
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): random access without a table.
-    """
-    half = np.uint64(max(1, (max(samples - 1, 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    keys = [np.uint64(derive(key, "round", i)) for i in range(_ROUNDS)]
-    result = positions.copy()
-    outside = np.ones(len(result), dtype=bool)
-    while outside.any():
-        values = result[outside]
-        left, right = values >> half, values & mask
-        for round_key in keys:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        result[outside] = (left << half) | right
-        outside = result >= np.uint64(samples)
-    return result
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Steele, Lea and Flood's SplitMix64 finaliser: every input bit reaches every output bit."""
-    with np.errstate(over="ignore"):
-        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

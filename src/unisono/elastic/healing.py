@@ -32,9 +32,11 @@ class Chunk:
 
 
 def donors_and_receivers(standings: Sequence[Standing]) -> tuple[list[int], list[int]]:
-    """Ranks. At the very start, nobody holds state: rank 0's initial state counts, for those whose own differs."""
+    """Ranks. At the very start, nobody holds state: what the first of those counts who have come furthest, by taking
+    up a checkpoint; for all whose own differs from it."""
     if not any(standing.holds_state for standing in standings):
-        same = [rank for rank, standing in enumerate(standings) if standing.digest == standings[0].digest]
+        first = max(standings, key=lambda standing: standing.position)
+        same = [rank for rank, standing in enumerate(standings) if standing == first]
         return same, [rank for rank in range(len(standings)) if rank not in same]
     newest = max(standing.position for standing in standings if standing.holds_state)
     donors = [r for r, standing in enumerate(standings) if standing.holds_state and standing.position == newest]

@@ -41,7 +41,10 @@ class Orders:
         self.to_host("owner", m.Record(event=events.as_dict(event)))
 
     def spawn(self, worker: Worker) -> None:
-        self.to_host(worker.host, m.Spawn(worker=worker.number, slot=worker.slot, replaces=worker.replaces))
+        order = m.Spawn(
+            worker=worker.number, slot=worker.slot, replaces=worker.replaces, under_way=self.roster.under_way
+        )
+        self.to_host(worker.host, order)
 
     def form(self, worker: Worker) -> None:
         """The current generation. Whoever was not in the one before has nothing to finish first."""

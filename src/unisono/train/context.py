@@ -39,6 +39,7 @@ class Place:
     bind: str = ""  # the IP at which other machines reach it, empty when there are none
     credentials: dict[str, str] = field(default_factory=dict)  # certificate and key for that
     faults: tuple[Fault, ...] = ()
+    under_way: bool = False  # it joins a training that has begun
 
 
 @dataclass

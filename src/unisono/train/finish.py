@@ -36,6 +36,9 @@ def _conclude(job: Job, seconds: float) -> Result:
     state = job.state
     job.session.activity.now("comparing the final weights")
     digest = job.agree_on_weights()
+    job.session.activity.now("saving the last checkpoint")
+    assert job.session.membership is not None
+    job.checkpoints.finish(state.step, job.session.membership.members, job.comm)
     metrics = {k: v for k, v in (state.history[-1] if state.history else {}).items() if k not in ("step", "epoch")}
     result = Result(
         weights_sha256=digest,

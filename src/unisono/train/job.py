@@ -1,45 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training, wired: device, comm, session, strategy, loader. Built by the trainer and by a user's own loop alike.
+"""One training, wired: device, comm, session, strategy, loader. Built by `opening`, for trainers and own loops alike.
 
-`open_job` offers this worker to the run with the facts that all workers must agree on, and returns when it is one of
-its members and holds its state. To the session, the job is the replica whose state travels.
+To the session, the job is the replica whose state travels; to the checkpoints, what is captured; to the loop, the one
+that asks all workers whether they agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from unisono.checkpoint.naming import by_name, by_number, names_in_order
 from unisono.checkpoint.weights import hash_state
-from unisono.comm.faulty import FaultyComm
-from unisono.comm.mesh import MeshComm
-from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
-from unisono.comm.threads import Hub, ThreadComm
-from unisono.core import events, seeds
+from unisono.core import events
 from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import Membership
-from unisono.core.spec import JobSpec, resolve_microbatches
-from unisono.data.loading import Data, Loader, StepData, open_loader
+from unisono.core.spec import JobSpec
+from unisono.data.loading import Data, Loader, StepData
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
-from unisono.elastic.station import Alone
-from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
-from unisono.train import numerics
-from unisono.train.agreement import facts_of
+from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.context import Context
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
 from unisono.train.options import Clip
+from unisono.train.resuming import Home, TakenUp, captured, check_own, load
 from unisono.train.state import TrainState
-from unisono.wire.certificate import Certificate
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
 CountOf = Callable[[Any], float]  # true number of samples or tokens of a batch
@@ -84,6 +78,7 @@ class Job:
     notices: set[str] = field(default_factory=set)
     update_s: float = 0.0  # of the last optimizer update
     told: int = 0  # the last step that callbacks have heard of: steps that are computed again are not told twice
+    checkpoints: Checkpoints = field(init=False)
 
     @property
     def is_first(self) -> bool:
@@ -119,6 +114,7 @@ class Job:
         }
 
     def state_in(self, state: dict[str, Any]) -> None:
+        self.checkpoints.await_copy()
         for parameter, trainable in zip(self.request.model.parameters(), state["trainable"], strict=True):
             parameter.requires_grad_(trainable)
         for module, training in zip(self.request.model.modules(), state["modes"], strict=True):
@@ -131,9 +127,49 @@ class Job:
 
     def configure(self, membership: Membership) -> None:
         self.strategy.configure(membership)
+        self.checkpoints.regroup(membership.members)
 
     def abandon(self) -> None:
         self.strategy.configure(None)
+
+    # --- checkpoints
+
+    def capture(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any], Collection[str]]:
+        """What a checkpoint holds: the state by name, and the facts that say what it is the state of."""
+        state = self.state_out()
+        inner = state.pop("strategy")
+        optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
+        tensors, facts, steady = captured(
+            {"model": inner["model"], "optimizer": optimizer, **state}, self.request.model
+        )
+        last = self.state.history[-1] if self.state.history else {}
+        about = {
+            "run": self.context.spec.model_dump(mode="json"),
+            "job": self.spec.model_dump(mode="json"),
+            "fingerprint": self.fingerprint.model_dump(mode="json"),
+            "cursor": {"epoch": self.state.epoch, "step_in_epoch": self.state.step_in_epoch},
+            "samples": self.state.samples,
+            "metrics": {key: value for key, value in last.items() if key not in ("step", "epoch")},
+        }
+        return tensors, events.plain({**facts, **about}), steady
+
+    def save_if_wanted(self, rows: Sequence[Riders], lasts: bool = True) -> None:
+        """At a step boundary. `lasts`: until the next update, nobody changes parameters and optimizer state."""
+        assert self.session.membership is not None
+        self.checkpoints.after_step(self.state.step, rows, self.session.membership.members, self.comm, lasts)
+
+    def take_up(self, home: Home) -> TakenUp:
+        """Go on from a checkpoint. The workers have not met yet."""
+        taken = load(home, self.request.model, self.spec, self.fingerprint)
+        state = dict(taken.state)
+        names = names_in_order(self.request.model, self.request.optimizer)
+        strategy = {"model": state.pop("model"), "optimizer": by_number(state.pop("optimizer"), names)}
+        check_own(self.request.travellers, state["travellers"])
+        self.state_in({**state, "strategy": strategy})
+        self.state.news = []  # they are in the record
+        self.told = self.checkpoints.saved_step = self.state.step
+        self.session.activity.step = 0  # until the workers have met, nobody stands anywhere
+        return taken
 
     def reform(self, lost: PeerLost | None) -> None:
         """On to the next generation; everyone in it then stands at the same place."""
@@ -247,152 +283,3 @@ class Job:
         self.loader.close()
         self.strategy.close()
         self.comm.close()
-
-
-def open_job(context: Context, request: Request) -> Job:
-    spec = _resolve(context, request)
-    _refuse_foreign_parameters(request)
-    numerics.settle_torch(spec.threads, spec.exact)
-    place = context.place
-    device = numerics.choose_device(context.spec.device, *((place.slot, place.local) if place else (0, 1)))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    request.model.to(device)
-    _move_optimizer_state(request.optimizer, device)
-    loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
-    comm, address = _open_comm(context, device)
-    if isinstance(comm, MeshComm):
-        mesh = comm
-        context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
-    update = Update(request.model, request.clip, request.l1)
-    faults = _fault_points(context, comm, request.model)
-    strategy = STRATEGIES[_strategy_name(request)](
-        request.model,
-        request.optimizer,
-        comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective")),
-        update,
-        lambda microbatch: seeds.derive(spec.seed, "forward", microbatch.step, microbatch.index),
-    )
-    comm = strategy.comm
-    try:
-        length, seen = loader.probe(0)
-        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
-        station = context.station or Alone(spec.microbatches)
-        meeting_point = str(context.place.scratch / "members") if context.place else ""
-        session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
-        guard = Guard(request.model, context.spec.verify_every)
-        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
-        facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
-        session.begin(job, address, facts)
-    except BaseException:
-        loader.close()
-        strategy.close()
-        comm.close()
-        raise
-    _announce(job)
-    return job
-
-
-def _resolve(context: Context, request: Request) -> JobSpec:
-    if request.batch_size < 1:
-        raise SetupError(f"batch_size={request.batch_size}: a batch needs at least one sample")
-    if request.has_end and request.epochs is None and request.max_steps is None:
-        raise SetupError("the training has no end", do="give epochs, max_steps, or both")
-    for name, value in (("epochs", request.epochs), ("max_steps", request.max_steps)):
-        if value is not None and value < 1:
-            raise SetupError(f"{name}={value} trains nothing", do=f"give {name} as 1 or more")
-    asked = context.spec.microbatches or request.microbatches
-    return JobSpec(
-        microbatches=resolve_microbatches(asked, context.workers, request.batch_size),
-        batch_size=request.batch_size,
-        seed=context.seed,
-        threads=context.spec.threads,
-        epochs=request.epochs,
-        max_steps=request.max_steps,
-        exact=request.exact,
-        split=request.data.split,
-        shuffle=request.data.shuffle,
-        drop_last=request.data.drop_last,
-        samples=len(request.data.dataset) if request.data.is_map_style else None,
-        optimizer=type(request.optimizer).__name__,
-        schedule=type(request.schedule).__name__ if request.schedule is not None else "",
-        clip=str(request.clip) if request.clip else "",
-        l1=request.l1,
-        batch_norm=request.batch_norm,
-        parameters=numerics.count_parameters(request.model.parameters()),
-    )
-
-
-def _refuse_foreign_parameters(request: Request) -> None:
-    """What the optimizer trains must be in the model: nothing else is reduced, saved or hashed."""
-    known = {id(parameter) for parameter in request.model.parameters()}
-    trained = [p for group in request.optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in trained if id(p) not in known]
-    if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
-        raise SetupError(
-            f"the optimizer holds {len(foreign)} parameters that are not in the model, of shape {shapes}",
-            cause="a loss with weights of its own, or the optimizer was built for another model object",
-            do="put everything that is trained into one nn.Module and pass that as the model",
-        )
-
-
-def _strategy_name(request: Request) -> str:
-    if request.batch_norm == "local":
-        return "allreduce" if request.exact else "native"
-    if not request.exact:
-        raise SetupError('batch_norm="synchronised" is exact only', do="leave out exact=False")
-    return "synchronised"
-
-
-def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
-    """How this worker speaks to the others, and the address at which they find it."""
-    place = context.place
-    if place is None:
-        return ThreadComm(Hub(), context.worker), ""
-    if device.type == "cuda" and place.bind:
-        raise SetupError(
-            "GPUs on several machines are not there yet",
-            cause="workers with GPUs meet through a file, which other machines do not have",
-            do="leave out --listen, or use --device cpu",
-        )
-    if device.type == "cuda":
-        return ProcessGroupComm(context.worker, "nccl"), ""
-    credentials = Certificate(**place.credentials) if place.credentials else None
-    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
-    return mesh, mesh.address
-
-
-def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints:
-    if context.place is None or not context.place.faults:
-        return NO_FAULTS
-    actions = {"drop": getattr(comm, "drop", lambda: None), "corrupt": lambda: numerics.flip_one_bit(model)}
-    return FaultPoints(context.place.faults, context.emit, actions)
-
-
-def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
-                state[key] = value.to(device)
-
-
-def _announce(job: Job) -> None:
-    healed = job.session.healed.workers
-    if healed and job.worker_at(0) not in healed and not job.state.position:
-        first = job.worker_at(0)
-        job.notice_once("initial-weights", f"the workers built different initial weights; all now use worker {first}'s")
-    steps = job.loader.steps_per_epoch
-    limits = [steps * job.spec.epochs] if steps and job.spec.epochs else []
-    limits += [job.spec.max_steps] if job.spec.max_steps else []
-    per_epoch = None
-    if steps and job.loader.samples:
-        per_epoch = steps * job.spec.batch_size if job.spec.drop_last else job.loader.samples
-    job.emit(
-        events.Configured(
-            job=job.spec.model_dump(),
-            fingerprint=job.fingerprint.model_dump(),
-            steps_total=min(limits) if limits else None,
-            samples_per_epoch=per_epoch,
-        )
-    )

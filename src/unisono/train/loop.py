@@ -21,6 +21,7 @@ from unisono.core.errors import NonFiniteLoss, PeerLost
 from unisono.data.loading import StepData
 from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
+from unisono.train.checkpoints import Riders
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
 from unisono.train.nonfinite import check_finite, line_of
@@ -44,6 +45,13 @@ class Notes(NamedTuple):
     check: float  # digest of what was read in common
     change: float  # this worker has heard of another generation
     checksum: float  # of the weights before this step, where it is due
+    save: float  # a checkpoint is wanted after this step; and what has become of the last: see `checkpoints.Riders`
+    written: float
+    committed: float
+
+    @property
+    def riders(self) -> Riders:
+        return Riders(self.save, self.written, self.committed)
 
 
 @dataclass
@@ -96,11 +104,13 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     find_line = partial(_line_of, job, plan, attempt, data)
     if not check_finite(job, reduced, state.step, find_line, plan.on_nonfinite):
         state.advance(math.nan, sum(data.step.counts), skipped=True)
+        job.save_if_wanted([row.riders for row in notes])
         return any(row.change for row in notes)
     # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
     seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
     job.faults.reach("update")
     job.session.activity.now("updating the weights")
+    job.checkpoints.await_copy()
     update_started = time.perf_counter()
     job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
     job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
@@ -116,6 +126,7 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
         job.told = state.step
         job.session.activity.now(f"in a callback after step {state.step}")
         plan.on_step(StepInfo(state.step, state.epoch + 1, reduced.loss, lr, state.samples, job.is_first))
+    job.save_if_wanted([row.riders for row in notes])
     return any(row.change for row in notes)
 
 
@@ -179,6 +190,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
         data.step.check,
         session.wants_change,
         job.guard.due(attempt.step, job.comm.size),
+        *job.checkpoints.riders(attempt.step + 1, job.is_first),
     )
     reduced = job.strategy.reduce(list(map(float, notes)))
     job.check_stream(attempt.step + 1, [Notes(*row).check for row in reduced.notes])
@@ -239,6 +251,7 @@ def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, second
 
 def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:
     started = time.perf_counter()
+    job.checkpoints.await_copy()
     job.session.activity.now(f"evaluating after epoch {state.epoch + 1}")
     job.faults.reach("evaluate")
     metrics = plan.evaluate()

@@ -25,11 +25,13 @@ from unisono.core.errors import PeerLost, SetupError
 from unisono.data.loading import Data, open_loader
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train import context as contexts
+from unisono.train.checkpoints import Riders
 from unisono.train.finish import finish
 from unisono.train.guard import ComputeAgain
-from unisono.train.job import Job, Request, open_job
+from unisono.train.job import Job, Request
 from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, current_lr, report_step, to_device
 from unisono.train.nonfinite import check_finite
+from unisono.train.opening import open_job
 from unisono.train.options import Clip, Result
 
 
@@ -126,6 +128,7 @@ class OwnLoop:
         self._left_inside_a_step = False
         self._iterations = 0  # over the loader
         self._start_over = False  # the membership has changed: the step in hand is dealt out anew
+        self._riders: list[Riders] = []  # what all have said about checkpoints with the last step
         self._change_due = False  # all have agreed to re-form, as soon as the script is through with the step
         self._copied: dict[str, Any] | None = None  # state of others, from an epoch that the script is yet to come to
         if job.position:
@@ -225,8 +228,15 @@ class OwnLoop:
         if not full:
             yield from self._go_through_the_motions()
         self._left_inside_a_step = False
+        self._save_if_wanted()
         if self._change_due:
             self._reform(None)
+
+    def _save_if_wanted(self) -> None:
+        """Here and not in `step`: what the script does after it, such as a schedule's step, belongs to the state."""
+        rows, self._riders = self._riders, []
+        if rows:
+            self.job.save_if_wanted(rows, lasts=False)
 
     def _go_through_the_motions(self) -> Iterator[Any]:
         """A step in which this worker has no samples: the script gets its last batch once more and nothing comes of
@@ -301,6 +311,7 @@ class OwnLoop:
             self._loaded.step.check,
             session.wants_change,
             self.job.guard.due(self.state.step, self.job.comm.size),
+            *self.job.checkpoints.riders(self.state.step + 1, self.job.is_first),
         )
         reduced = self.job.strategy.reduce(list(map(float, notes)))
         rows = [Notes(*row) for row in reduced.notes]
@@ -328,6 +339,7 @@ class OwnLoop:
         self.job.faults.reach("update")
         seeds.apply(seeds.derive(self.job.spec.seed, "update", self.state.step))
         update_started = time.perf_counter()
+        self.job.checkpoints.await_copy()
         self.job.strategy.step(reduced.loss, _no_closure)
         self.job.update_s = time.perf_counter() - update_started
         self.loss = reduced.loss
@@ -339,6 +351,7 @@ class OwnLoop:
         report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
         # Later: what the script does after this step, such as a schedule's step, belongs to the state that travels.
         self._change_due = any(row.change for row in rows) and not self.state.stopped_early
+        self._riders = [row.riders for row in rows]
 
     def finish(self, **metrics: float) -> Result:
         """Instead of the end of the script: hash and save the weights, write the result with your `metrics`."""

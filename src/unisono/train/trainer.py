@@ -22,8 +22,9 @@ from unisono.data.loading import Data
 from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
-from unisono.train.job import Job, Request, open_job
+from unisono.train.job import Job, Request
 from unisono.train.loop import Plan, to_device, train
+from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
 
 Loss = Callable[[Any, Any], Tensor]
@@ -49,6 +50,7 @@ class Trainer:
         on_nonfinite: "stop" or "skip" a step whose loss is NaN or infinite.
         count: for losses that are means over tokens: ``count(batch)`` says how many a batch has.
         microbatches: M, how many parts a step is cut into; ``--microbatches`` has the last word.
+        state: name to an object with `state_dict` and `load_state_dict`: saved with checkpoints, given to joiners.
         exact: False gives up the promise for the backend's own all-reduce.
     """
 
@@ -76,6 +78,7 @@ class Trainer:
         count: Callable[[Any], float] | None = None,
         microbatches: int | None = None,
         exact: bool = True,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.loss, self.objective = loss, objective
@@ -83,11 +86,13 @@ class Trainer:
         self.schedule, self.schedule_every = schedule, schedule_every
         self.callbacks, self.early_stop, self.on_nonfinite = tuple(callbacks), early_stop, on_nonfinite
         self._stop_asked = False
+        self._job: Job | None = None
         self._fits = 0  # batches that went through the model
         self._check_options(batch_norm)
         self._request = Request(
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
-            schedule, count, travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)),
+            schedule, count,
+            travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)) | _own(state or {}),
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
@@ -133,13 +138,19 @@ class Trainer:
         """End the training. May be called on any worker: the next step carries it to all, and is the last."""
         self._stop_asked = True
 
+    def save(self) -> None:
+        """Save a checkpoint after the step in hand. May be called on any worker: it happens on all."""
+        if self._job is None:
+            raise SetupError("save() was called while nothing is being trained", do="call it in a callback, during fit")
+        self._job.checkpoints.asked = True
+
     def fit(self) -> Result:
         """Train to the end and return the result. Raises `UnisonoError` for what Unisono can explain."""
         context = contexts.current()
         context.begin_training()
         started = time.perf_counter()
         try:
-            job = open_job(context, self._request)
+            job = self._job = open_job(context, self._request)
             try:
                 # A worker that joins holds the others' state: its callbacks begin as theirs did, without undoing it.
                 copied = copy.deepcopy(job.state_out()) if job.position else None
@@ -153,6 +164,7 @@ class Trainer:
                 result = finish(job, time.perf_counter() - started)
             finally:
                 job.close()
+                self._job = None
             for callback in self.callbacks:
                 callback.on_end(result)
         finally:
@@ -245,6 +257,16 @@ def _that_travel(items: dict[str, Any]) -> dict[str, Any]:
     return {
         name: item for name, item in items.items() if hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
     }
+
+
+def _own(state: Mapping[str, Any]) -> dict[str, Any]:
+    for name, item in state.items():
+        if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+            raise SetupError(
+                f"state[{name!r}] is a {type(item).__name__} without state_dict and load_state_dict",
+                do="give it both methods: the first returns what is to be saved, the second takes it back",
+            )
+    return {f"own {name}": item for name, item in state.items()}
 
 
 def as_data(value: Any) -> Data:

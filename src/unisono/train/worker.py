@@ -131,6 +131,7 @@ def _place(settings: dict[str, Any], worker: int) -> Place:
         settings["bind"],
         settings["credentials"],
         faults,
+        settings["under_way"],
     )
 
 

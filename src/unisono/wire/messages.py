@@ -240,6 +240,7 @@ class Spawn(Message):
     worker: int
     slot: int
     replaces: int | None = None
+    under_way: bool = False  # the training has begun: its state comes from the others, not from a checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the training is saved, by whom, and that all agree on it. One save is under way at a time.
+
+That a save is wanted, that a worker has written its share, and that the checkpoint exists are three numbers that ride
+along with every step's exchange (`Riders`); so a save asked for on one worker simply happens on all. If a writer is
+lost on the way, the save is given up and taken again at once. The work itself is done by `saving`, behind the loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.seal import Seal
+from unisono.checkpoint.store import Store
+from unisono.comm.seam import Comm
+from unisono.core import events
+from unisono.core.errors import StoreMissing, UnisonoError
+from unisono.core.interval import Interval
+from unisono.train.saving import Copies, Keeping, Save
+
+IDENTITY = "store.json"  # in the store: whoever sees the same one can write there with the others
+_NOWHERE, _WOULD_MAKE_ONE = 0.0, -1.0
+
+
+class Riders(NamedTuple):
+    """What each worker says about checkpoints with every step."""
+
+    wanted: float = 0.0
+    written: float = 0.0  # the step of which it has written its share; negative: it could not
+    committed: float = 0.0  # the step of the newest checkpoint that this worker has committed; negative: it could not
+
+
+class Capture(Protocol):
+    def __call__(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any], Collection[str]]:
+        """The state by name, the facts that go with it, and the names of tensors that only an update changes."""
+
+
+class Checkpoints:
+    def __init__(
+        self,
+        worker: int,
+        store: Store | None,
+        seal: Seal | None,
+        interval: Interval,
+        keeping: Keeping,
+        capture: Capture,
+        emit: events.Sink,
+        identity: Callable[[], str],
+    ) -> None:
+        self.worker, self.store, self.seal = worker, store, seal
+        self.interval, self.keeping = interval, keeping
+        self._capture, self._emit, self._make_identity = capture, emit, identity
+        self.asked = False
+        self.saved_step = -1  # the newest step that is known to be saved
+        self.failure: UnisonoError | None = None  # of the last save, if it failed
+        self._save: Save | None = None
+        self._copies = Copies()
+        self._last_s = time.monotonic()
+        self._identity = _NOWHERE
+        self._written = self._committed = 0.0
+
+    # --- with every step
+
+    def riders(self, step: int, is_first: bool) -> Riders:
+        """What to tell with the exchange of the step that makes `step` steps."""
+        self._look_after()
+        self.asked |= is_first and self.interval.is_due(step, time.monotonic() - self._last_s)
+        wanted = self.asked and self._save is None  # one that comes too soon waits for the one that is under way
+        return Riders(float(wanted), self._written, self._committed)
+
+    def after_step(self, step: int, rows: Sequence[Riders], members: Sequence[int], comm: Comm, lasts: bool) -> None:
+        """All have heard the same. `lasts`: nothing but an update changes parameters and optimizer state."""
+        self._hear(rows, members)
+        if any(row.wanted for row in rows):
+            self._begin(step, members, comm, lasts)
+
+    def await_copy(self) -> None:
+        """Before anything changes what is being copied."""
+        if self._save is not None:
+            self._save.await_copy()
+
+    def regroup(self, members: Sequence[int]) -> None:
+        """The membership has changed. Without all of its writers, a save cannot be completed: take it again."""
+        if self._save is not None and not set(self._save.writers) <= set(members):
+            self._drop()
+            self.asked = True
+
+    # --- at the end, in the foreground
+
+    def finish(self, step: int, members: Sequence[int], comm: Comm) -> None:
+        """Everything that is under way, and the last state of all, unless it is saved already."""
+        self._settle(members, comm)
+        never = self.interval.is_never
+        if not never and self._agreed(comm, float(self.saved_step)) < step:
+            self._begin(step, members, comm, lasts=True)
+            self._settle(members, comm)
+
+    def _settle(self, members: Sequence[int], comm: Comm) -> None:
+        while True:
+            if self._save is not None:
+                self._save.wait()
+            self._look_after()
+            if self._save is not None:
+                self._save.wait()  # the commit
+                self._look_after()
+            busy = self._save is not None
+            rows = [row.tolist() for row in comm.gather(torch.tensor([busy, *self._numbers()], dtype=torch.float64))]
+            self._hear([Riders(0.0, written, committed) for _, written, committed in rows], members)
+            if not any(row[0] for row in rows):
+                return
+
+    def _agreed(self, comm: Comm, value: float) -> float:
+        """The largest of what the workers know."""
+        return max(float(row.item()) for row in comm.gather(torch.tensor([value], dtype=torch.float64)))
+
+    # --- the protocol
+
+    def _numbers(self) -> tuple[float, float]:
+        return self._written, self._committed
+
+    def _begin(self, step: int, members: Sequence[int], comm: Comm, lasts: bool) -> None:
+        self._drop()
+        self.asked, self._last_s = False, time.monotonic()
+        writers = self._meet(members, comm)
+        if not writers:
+            self._emit(events.Notice(code="no-store", text="nobody here can write where the checkpoints are"))
+            return
+        self.await_copy()
+        started_s = time.monotonic()
+        tensors, facts, steady = self._capture()
+        assert self.store is not None or self.worker not in writers
+        if self.store is None:
+            return
+        trusted = self.saved_step if self.saved_step >= 0 else None
+        self._save = Save(self.store, self.seal, step, comm.generation, writers, self.worker, trusted)
+        self._save.begin(tensors, facts, steady if lasts else (), self._copies)
+        self._save.stall_s += time.monotonic() - started_s
+
+    def _meet(self, members: Sequence[int], comm: Comm) -> list[int]:
+        """The workers that can write, by the identity of the store that each of them sees."""
+        for _ in range(2):
+            rows = [float(row.item()) for row in comm.gather(torch.tensor([self._see()], dtype=torch.float64))]
+            found = next((row for row in rows if row > 0), 0.0)
+            if found:
+                return [worker for worker, row in zip(members, rows, strict=True) if row == found]
+            if _WOULD_MAKE_ONE not in rows:
+                return []
+            if members[rows.index(_WOULD_MAKE_ONE)] == self.worker:
+                self._make()
+        return []
+
+    def _see(self) -> float:
+        if self.store is None:
+            return _NOWHERE
+        if self._identity <= 0:
+            try:
+                self._identity = _number(self.store.get(IDENTITY))
+            except (StoreMissing, ValueError):
+                self._identity = _WOULD_MAKE_ONE
+            except UnisonoError as error:
+                self._fail(error)
+                return _NOWHERE
+        return self._identity
+
+    def _make(self) -> None:
+        assert self.store is not None
+        try:
+            self.store.put(IDENTITY, self._make_identity().encode())
+        except UnisonoError as error:
+            self._fail(error)
+
+    def _look_after(self) -> None:
+        """What has happened in the background since the last look."""
+        save = self._save
+        if save is None or not save.is_idle:
+            return
+        if save.error is not None:
+            self._fail(save.error)
+            if save.part_is_written and save.writers[0] == self.worker:
+                self._committed = -float(save.step)
+            else:
+                self._written = -float(save.step)
+        elif save.outcome is not None:
+            self._committed = float(save.step)
+        elif save.part_is_written:
+            self._written = float(save.step)
+            if save.writers == (self.worker,):  # nobody to wait for
+                save.commit(self.keeping)
+
+    def _hear(self, rows: Sequence[Riders], members: Sequence[int]) -> None:
+        save = self._save
+        if save is None:
+            return
+        said = {worker: row for worker, row in zip(members, rows, strict=True) if worker in save.writers}
+        step, first = float(save.step), save.writers[0]
+        all_written = len(said) == len(save.writers) and all(row.written == step for row in said.values())
+        if first in said and said[first].committed == step:
+            self._conclude(save)
+        elif any(-step in (row.written, row.committed) for row in said.values()):
+            self._drop()
+        elif first == self.worker and save.may_commit and all_written:
+            save.commit(self.keeping)
+
+    def _conclude(self, save: Save) -> None:
+        self._save, self.saved_step, self.failure = None, save.step, None
+        if save.outcome is not None:
+            manifest = save.outcome.manifest
+            self._emit(
+                events.CheckpointSaved(
+                    step=save.step,
+                    bytes=manifest.bytes,
+                    bytes_written=save.outcome.bytes_written,
+                    seconds=round(save.outcome.seconds, 4),
+                    stall_s=round(save.stall_s, 4),
+                    digest=manifest.hash,
+                    writers=list(save.writers),
+                    url=save.store.url,
+                )
+            )
+
+    def _fail(self, error: UnisonoError) -> None:
+        if error is not self.failure:
+            self.failure = error
+            self._emit(events.CheckpointFailed(step=self._save.step if self._save else 0, failure=error.as_dict()))
+
+    def _drop(self) -> None:
+        if self._save is not None:
+            self._save.await_copy()
+            if not self._save.is_idle:
+                self._copies = Copies()  # it still writes from the old ones
+            self._save = None
+        self._written = self._committed = 0.0
+
+
+def _number(identity: bytes) -> float:
+    """48 bits of it, which a float holds exactly. Raises ValueError."""
+    return float(int(identity[:12], 16) + 1)

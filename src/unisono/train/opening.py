@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a training on this worker: resolve what was asked, choose device and comm, take up a checkpoint, meet others.
+
+`open_job` offers this worker to the run with the facts that all workers must agree on, and returns when it is one of
+its members and holds its state. Called by the trainer and by a user's own loop.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm.faulty import FaultyComm
+from unisono.comm.mesh import MeshComm
+from unisono.comm.process_group import ProcessGroupComm
+from unisono.comm.seam import Comm
+from unisono.comm.threads import Hub, ThreadComm
+from unisono.core import events, seeds
+from unisono.core.errors import SetupError
+from unisono.core.spec import JobSpec, resolve_microbatches
+from unisono.data.loading import open_loader
+from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
+from unisono.elastic.session import Session
+from unisono.elastic.station import Alone
+from unisono.parallel import STRATEGIES
+from unisono.train import numerics
+from unisono.train.agreement import facts_of
+from unisono.train.checkpoints import Checkpoints
+from unisono.train.context import Context
+from unisono.train.guard import Guard
+from unisono.train.job import Job, Request
+from unisono.train.numerics import Update
+from unisono.train.resuming import Home, TakenUp, open_home
+from unisono.wire.certificate import Certificate
+
+
+def open_job(context: Context, request: Request) -> Job:
+    place = context.place
+    home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
+    spec = _resolve(context, request, home.microbatches)
+    _refuse_foreign_parameters(request)
+    numerics.settle_torch(spec.threads, spec.exact)
+    device = numerics.choose_device(context.spec.device, *((place.slot, place.local) if place else (0, 1)))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    request.model.to(device)
+    _move_optimizer_state(request.optimizer, device)
+    loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
+    comm, address = _open_comm(context, device)
+    if isinstance(comm, MeshComm):
+        mesh = comm
+        context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
+    update = Update(request.model, request.clip, request.l1)
+    faults = _fault_points(context, comm, request.model)
+    strategy = STRATEGIES[_strategy_name(request)](
+        request.model,
+        request.optimizer,
+        comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective")),
+        update,
+        lambda microbatch: seeds.derive(spec.seed, "forward", microbatch.step, microbatch.index),
+    )
+    comm = strategy.comm
+    try:
+        length, seen = loader.probe(0)
+        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
+        station = context.station or Alone(spec.microbatches)
+        meeting_point = str(context.place.scratch / "members") if context.place else ""
+        session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
+        guard = Guard(request.model, context.spec.verify_every)
+        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
+        job.checkpoints = _checkpoints(job, home)
+        taken = job.take_up(home) if home.found else None
+        facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
+        session.begin(job, address, facts)
+    except BaseException:
+        loader.close()
+        strategy.close()
+        comm.close()
+        raise
+    _announce(job, home, taken)
+    return job
+
+
+def _checkpoints(job: Job, home: Home) -> Checkpoints:
+    def identity() -> str:
+        return uuid.uuid4().hex + "\n"
+
+    return Checkpoints(
+        job.context.worker, home.store, home.seal, home.interval, home.keeping, job.capture, job.context.emit, identity
+    )
+
+
+def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpec:
+    if request.batch_size < 1:
+        raise SetupError(f"batch_size={request.batch_size}: a batch needs at least one sample")
+    if request.has_end and request.epochs is None and request.max_steps is None:
+        raise SetupError("the training has no end", do="give epochs, max_steps, or both")
+    for name, value in (("epochs", request.epochs), ("max_steps", request.max_steps)):
+        if value is not None and value < 1:
+            raise SetupError(f"{name}={value} trains nothing", do=f"give {name} as 1 or more")
+    asked = context.spec.microbatches or request.microbatches or recorded
+    return JobSpec(
+        microbatches=resolve_microbatches(asked, context.workers, request.batch_size),
+        batch_size=request.batch_size,
+        seed=context.seed,
+        threads=context.spec.threads,
+        epochs=request.epochs,
+        max_steps=request.max_steps,
+        exact=request.exact,
+        split=request.data.split,
+        shuffle=request.data.shuffle,
+        block_shards=request.data.block_shards if request.data.shuffle == "blocks" else None,
+        drop_last=request.data.drop_last,
+        on_bad=request.data.on_bad,
+        samples=len(request.data.dataset) if request.data.is_map_style else None,
+        optimizer=type(request.optimizer).__name__,
+        schedule=type(request.schedule).__name__ if request.schedule is not None else "",
+        clip=str(request.clip) if request.clip else "",
+        l1=request.l1,
+        batch_norm=request.batch_norm,
+        parameters=numerics.count_parameters(request.model.parameters()),
+    )
+
+
+def _refuse_foreign_parameters(request: Request) -> None:
+    """What the optimizer trains must be in the model: nothing else is reduced, saved or hashed."""
+    known = {id(parameter) for parameter in request.model.parameters()}
+    trained = [p for group in request.optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in trained if id(p) not in known]
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+        raise SetupError(
+            f"the optimizer holds {len(foreign)} parameters that are not in the model, of shape {shapes}",
+            cause="a loss with weights of its own, or the optimizer was built for another model object",
+            do="put everything that is trained into one nn.Module and pass that as the model",
+        )
+
+
+def _strategy_name(request: Request) -> str:
+    if request.batch_norm == "local":
+        return "allreduce" if request.exact else "native"
+    if not request.exact:
+        raise SetupError('batch_norm="synchronised" is exact only', do="leave out exact=False")
+    return "synchronised"
+
+
+def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
+    """How this worker speaks to the others, and the address at which they find it."""
+    place = context.place
+    if place is None:
+        return ThreadComm(Hub(), context.worker), ""
+    if device.type == "cuda" and place.bind:
+        raise SetupError(
+            "GPUs on several machines are not there yet",
+            cause="workers with GPUs meet through a file, which other machines do not have",
+            do="leave out --listen, or use --device cpu",
+        )
+    if device.type == "cuda":
+        return ProcessGroupComm(context.worker, "nccl"), ""
+    credentials = Certificate(**place.credentials) if place.credentials else None
+    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
+    return mesh, mesh.address
+
+
+def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints:
+    if context.place is None or not context.place.faults:
+        return NO_FAULTS
+    actions = {"drop": getattr(comm, "drop", lambda: None), "corrupt": lambda: numerics.flip_one_bit(model)}
+    return FaultPoints(context.place.faults, context.emit, actions)
+
+
+def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                state[key] = value.to(device)
+
+
+def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
+    healed = job.session.healed.workers
+    if healed and job.worker_at(0) not in healed and not job.state.position:
+        first = job.worker_at(0)
+        job.notice_once("initial-weights", f"the workers built different initial weights; all now use worker {first}'s")
+    steps = job.loader.steps_per_epoch
+    limits = [steps * job.spec.epochs] if steps and job.spec.epochs else []
+    limits += [job.spec.max_steps] if job.spec.max_steps else []
+    per_epoch = None
+    if steps and job.loader.samples:
+        per_epoch = steps * job.spec.batch_size if job.spec.drop_last else job.loader.samples
+    for words in home.passed_over:
+        job.emit(events.Notice(code="checkpoint-passed-over", text=words))
+    if taken is not None:
+        at, place = taken.manifest, home.store.url if home.store else ""
+        job.emit(events.Resumed(step=at.step, digest=at.hash, url=place, differs=taken.differs))
+    job.emit(
+        events.Configured(
+            job=job.spec.model_dump(),
+            fingerprint=job.fingerprint.model_dump(),
+            steps_total=min(limits) if limits else None,
+            samples_per_epoch=per_epoch,
+        )
+    )

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's checkpoints lie, and how a training takes one up: found, compared with what the script asks, loaded.
+
+Every worker that sees the place loads for itself; one that does not is healed by the others when they meet. What
+decides the bits must be as it was, or nothing is loaded; what does not, such as the number of workers or of epochs, may
+differ. Called once, by `job`, before the workers meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.checkpoint.listing import good_checkpoints, newest_good
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.matching import require_match
+from unisono.checkpoint.reading import read_tensors
+from unisono.checkpoint.retention import Best
+from unisono.checkpoint.seal import Seal, find_seal
+from unisono.checkpoint.specs import specs_of
+from unisono.checkpoint.store import Store, open_store
+from unisono.comm import state_tree
+from unisono.core.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from unisono.core.fingerprint import Fingerprint
+from unisono.core.interval import Interval, parse_interval
+from unisono.core.run_dir import RunDir
+from unisono.core.spec import JobSpec, RunSpec
+from unisono.train.saving import Keeping
+
+_MAY_DIFFER = ("epochs", "max_steps")
+_TOLD_ELSEWHERE = ("threads",)  # they are part of the fingerprint
+
+
+@dataclass(frozen=True)
+class Home:
+    """The place of a run's checkpoints, how often and how long they are kept, and the one to go on from."""
+
+    store: Store | None = None
+    seal: Seal | None = None
+    interval: Interval = field(default_factory=Interval)
+    keeping: Keeping = field(default_factory=Keeping)
+    found: Manifest | None = None
+    force: bool = False
+    passed_over: list[str] = field(default_factory=list)  # newer ones that cannot be used, and why
+
+    @property
+    def microbatches(self) -> int | None:
+        """M belongs to the job: it stays what it was, whatever the number of workers."""
+        return int(self.found.facts["job"]["microbatches"]) if self.found else None
+
+
+def open_home(spec: RunSpec, run_dir: RunDir, is_under_way: bool) -> Home:
+    """`is_under_way`: the others hold a state that is newer than any checkpoint."""
+    url = spec.checkpoint_to or str(run_dir.path / "checkpoints")
+    seal = find_seal(spec.checkpoint_key or None)
+    interval = parse_interval(spec.checkpoint_every, "--checkpoint-every")
+    keeping = Keeping(spec.keep, spec.keep_every, Best.parse(spec.keep_best) if spec.keep_best else None)
+    store = open_store(url)
+    passed_over: list[str] = []
+    found = None
+    if not is_under_way:
+        found = newest_good(store, lambda _, error: passed_over.append(error.what), seal)
+    if found is not None and spec.resume == "never":
+        raise CheckpointError(
+            f"{store.url} already holds checkpoints, up to step {found.step}, and --resume never says not to use them",
+            do="choose another --checkpoint-to, --name or --run-dir, or remove them",
+        )
+    return Home(store, seal, interval, keeping, found, spec.resume == "force", passed_over)
+
+
+def captured(
+    state: Mapping[str, Any], model: nn.Module
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Any], frozenset[str]]:
+    """The state by name, its tree, and the names of the tensors that only an update changes."""
+    tree, tensors = state_tree.named(state)
+    trained = {parameter.data_ptr() for parameter in model.parameters()}
+    steady = {name for name, tensor in tensors.items() if name.startswith("optimizer.") or tensor.data_ptr() in trained}
+    return tensors, {"tree": tree}, frozenset(steady)
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """A state as `capture` saw it, the checkpoint that it is from, and what is not as it was, in words."""
+
+    state: Any
+    manifest: Manifest
+    differs: list[str]
+
+
+def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) -> TakenUp:
+    """The newest checkpoint of which every byte is right. Raises CheckpointMismatch, which names what does not fit."""
+    assert home.found is not None
+    assert home.store is not None
+    state = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    here = specs_of(state)
+    for manifest in _candidates(home):
+        saved = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
+        require_match(here, dataclasses.replace(manifest, tensors=saved))
+        differs = differences(manifest, spec, fingerprint, home.force)
+        try:
+            tensors = dict(read_tensors(home.store, manifest, seal=home.seal))
+        except CheckpointDamaged as error:
+            home.passed_over.append(error.what)
+            continue
+        return TakenUp(state_tree.restored(manifest.facts["tree"], tensors), manifest, differs)
+    raise CheckpointDamaged(
+        f"none of the checkpoints in {home.store.url} can be used",
+        cause="\n".join(home.passed_over),
+        do="restore the files from a copy, or begin anew in another directory",
+    )
+
+
+def _candidates(home: Home) -> Iterator[Manifest]:
+    assert home.found is not None
+    assert home.store is not None
+    yield home.found
+    for manifest in good_checkpoints(home.store, None, home.seal):
+        if manifest.step < home.found.step:
+            yield manifest
+
+
+def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force: bool) -> list[str]:
+    """What is not as it was. Raises CheckpointMismatch when that would change what is computed, unless forced."""
+    job, before = spec.model_dump(mode="json"), found.facts.get("job", {})
+    keys = [key for key in job if key not in _TOLD_ELSEWHERE and before.get(key) != job[key]]
+    changed = {key: (before.get(key), job[key]) for key in keys}
+    harmless = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key in _MAY_DIFFER]
+    harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in _MAY_DIFFER]
+    now, then = fingerprint.model_dump(mode="json"), found.facts.get("fingerprint", {})
+    if then.get("data") != now.get("data"):
+        harmful.append("the data: another length, or other samples under the same ids")
+    elsewhere = [f"{key} {then.get(key)} -> {now[key]}" for key in now if key != "data" and then.get(key) != now[key]]
+    if harmful and not force:
+        raise CheckpointMismatch(
+            f"the checkpoint of step {found.step} was made by another training than the one that is asked for",
+            cause="\n".join(harmful),
+            do="ask for the same; or give another --name for a new run; or --resume force to go on all the same",
+        )
+    return [*harmful, *harmless, *elsewhere]
+
+
+def check_own(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    missing, unknown = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+    if missing or unknown:
+        told = [f"only here: {', '.join(missing)}"] if missing else []
+        told += [f"only in the checkpoint: {', '.join(unknown)}"] if unknown else []
+        raise CheckpointMismatch(
+            "the checkpoint has other things with state beside the model than this training",
+            cause="\n".join(told),
+            do="give the trainer the same schedule, callbacks and state objects as before",
+        )

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save of one worker: copy its share of the state, then hash, seal and write it, all behind the loop's back.
+
+Parameters and optimizer state change only in the strategy's `step`. So even the copy runs beside the next forward and
+backward pass, and the loop waits for it, if at all, just before that update (`await_copy`). No collective is issued
+from here; that all shares are written is told with the steps' own exchange (see `checkpoints`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.checkpoint.chunks import ChunkPlan, assign, plan_chunks
+from unisono.checkpoint.commit import commit
+from unisono.checkpoint.listing import list_checkpoints, read_manifest
+from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.parts import Part, clear_parts, known_chunks, put_part, read_parts, write_part
+from unisono.checkpoint.retention import Best, prune, retain
+from unisono.checkpoint.seal import Seal
+from unisono.checkpoint.specs import TensorSpec, specs_of
+from unisono.checkpoint.store import Store
+from unisono.core.errors import CheckpointError, InternalError, UnisonoError, UsageError
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Which checkpoints stay."""
+
+    last: int = 2
+    every: int | None = None
+    best: Best | None = None
+
+
+@dataclass
+class Copies:
+    """Memory for copies, kept from one save to the next: fresh memory costs a page fault every 4 KB."""
+
+    _room: dict[str, Tensor] = field(default_factory=dict)
+
+    def of(self, name: str, tensor: Tensor) -> Tensor:
+        room = self._room.get(name)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
+            room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return room
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a committed save came to; the same numbers go into the events."""
+
+    manifest: Manifest
+    bytes_written: int
+    seconds: float
+
+
+class Save:
+    """`writers` are the workers that write, each its share; the first of them commits."""
+
+    def __init__(
+        self,
+        store: Store,
+        seal: Seal | None,
+        step: int,
+        attempt: int,
+        writers: Sequence[int],
+        worker: int,
+        trusted: int | None = None,
+    ) -> None:
+        """`trusted`: the step of a checkpoint that this run has read or written, so its chunks are good."""
+        self.store, self.seal, self.step, self.attempt, self.trusted = store, seal, step, attempt, trusted
+        self.writers, self.worker = tuple(writers), worker
+        self.started_s = time.monotonic()
+        self.stall_s = 0.0
+        self.error: UnisonoError | None = None
+        self.part_is_written = False
+        self.outcome: Outcome | None = None
+        self._copied = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._specs: dict[str, TensorSpec] = {}
+        self._facts: Mapping[str, Any] = {}
+
+    # --- in the loop
+
+    def begin(
+        self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str], room: Copies
+    ) -> None:
+        """Start it. `steady` are tensors that nobody changes before `await_copy`; the rest is copied at once."""
+        self._specs, self._facts = specs_of(tensors), facts
+        plans = assign(plan_chunks(self._specs), len(self.writers))
+        mine = plans[self.writers.index(self.worker)] if self.worker in self.writers else []
+        copies = {part.name: room.of(part.name, tensors[part.name]) for plan in mine for part in plan.slices}
+        later: list[Callable[[], None]] = []
+        for plan in mine:
+            for part in plan.slices:
+                source, target = tensors[part.name], copies[part.name]
+                if part.name in steady and source.device.type == "cpu":
+                    later.append(lambda s=source, t=target, a=part.begin, b=part.end: _copy(s, t, a, b))  # type: ignore[misc]
+                else:
+                    _copy(source, target, part.begin, part.end)
+        self._run(lambda: self._write(later, mine, copies))
+
+    def await_copy(self) -> None:
+        started_s = time.monotonic()
+        self._copied.wait()
+        self.stall_s += time.monotonic() - started_s
+
+    def commit(self, keeping: Keeping) -> None:
+        """By the first writer, when all have written."""
+        self._run(lambda: self._commit(keeping))
+
+    def wait(self) -> None:
+        """Until nothing is going on in the background."""
+        if self._thread is not None:
+            self._thread.join()
+
+    @property
+    def may_commit(self) -> bool:
+        return self.is_idle and self.part_is_written and self.error is None and self.outcome is None
+
+    @property
+    def is_idle(self) -> bool:
+        return self._thread is None or not self._thread.is_alive()
+
+    # --- behind it
+
+    def _run(self, work: Callable[[], None]) -> None:
+        self.wait()
+
+        def guarded() -> None:
+            try:
+                work()
+            except UnisonoError as error:
+                self.error = error
+            except BaseException as error:
+                self.error = InternalError(f"a checkpoint could not be saved: {type(error).__name__}: {error}")
+            finally:
+                self._copied.set()
+
+        self._thread = threading.Thread(target=guarded, name="unisono-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, later: Sequence[Callable[[], None]], plans: list[ChunkPlan], copies: Mapping[str, Tensor]) -> None:
+        for copy in later:
+            copy()
+        self._copied.set()
+        if not plans and self.worker not in self.writers:
+            return
+        known = known_chunks(self._before(), self.seal)
+        part = write_part(self.store, plans, copies, known, self.seal)
+        put_part(self.store, self.step, self.attempt, self.worker, part)
+        self.part_is_written = True
+
+    def _before(self) -> Manifest | None:
+        """What need not be written again. Never taken from a checkpoint that nobody has looked at: training is
+        deterministic, so after a fall back the same chunks come again, and one that is damaged must be replaced."""
+        try:
+            return read_manifest(self.store, self.trusted, self.seal) if self.trusted is not None else None
+        except (CheckpointError, UsageError):  # damaged or removed since
+            return None
+
+    def _commit(self, keeping: Keeping) -> None:
+        parts = read_parts(self.store, self.step, self.attempt)
+        missing = [worker for worker in self.writers if str(worker) not in parts]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} was not committed: worker {missing[0]}'s part is not in "
+                f"{self.store.url}"
+            )
+        shares: list[Part] = [parts[str(worker)] for worker in self.writers]
+        manifest = commit(self.store, self.step, self._specs, shares, self._facts, self.seal)
+        seconds = time.monotonic() - self.started_s
+        clear_parts(self.store, self.step)
+        doomed = retain(list_checkpoints(self.store), keeping.last, keeping.every, keeping.best)
+        if doomed:
+            prune(self.store, doomed)
+        self.outcome = Outcome(manifest, sum(share.bytes_written for share in shares), seconds)
+
+
+@torch.no_grad()
+def _copy(source: Tensor, target: Tensor, begin: int, end: int) -> None:
+    target.view(-1)[begin:end].copy_(source.contiguous().view(-1)[begin:end])
