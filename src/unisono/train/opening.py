@@ -100,7 +100,8 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
     for name, value in (("epochs", request.epochs), ("max_steps", request.max_steps)):
         if value is not None and value < 1:
             raise SetupError(f"{name}={value} trains nothing", do=f"give {name} as 1 or more")
-    asked = context.spec.microbatches or request.microbatches or recorded
+    wishes = (context.spec.microbatches, request.microbatches, recorded)
+    asked = next((wish for wish in wishes if wish is not None), None)
     return JobSpec(
         microbatches=resolve_microbatches(asked, context.workers, request.batch_size),
         batch_size=request.batch_size,
