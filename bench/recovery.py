@@ -162,9 +162,9 @@ def describe(row: dict[str, Any]) -> str:
     return ", ".join([*parts, *([f"FAILED: {row['failed']}"] if "failed" in row else [])])
 
 
-def ripe(step: int, records: Sequence[Record]) -> bool:
-    """Step `step` is done, and somebody would be left after a kill."""
-    return reached(step, records) and len(living(records)) > 1
+def ripe(step: int, last: int, records: Sequence[Record]) -> bool:
+    """Step `step` is done, and somebody would be left after a kill; or everything is done."""
+    return reached(last, records) or (reached(step, records) and len(living(records)) > 1)
 
 
 def reached(step: int, records: Sequence[Record]) -> bool:
@@ -182,7 +182,9 @@ def measure_long(peer: Peer, steps: int, options: argparse.Namespace) -> dict[st
             with Job(peer.commands(folder, steps), folder) as job:
                 watch = Watch(job, reader, options)
                 for due in range(KILL_EVERY, steps, KILL_EVERY):
-                    watch.until(partial(ripe, due), f"step {due}")
+                    watch.until(partial(ripe, due, steps), f"step {due}")
+                    if reached(steps, reader.update()):
+                        break  # it was through before there was another to kill
                     kills.append(kill_one(reader.update(), next(whom), rng.uniform(0, 0.05)))
                 watch.until(partial(reached, steps), f"step {steps}")
         except Failed as error:

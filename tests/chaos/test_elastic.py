@@ -168,7 +168,8 @@ def test_a_run_that_waits_in_vain_says_for_whom_and_how_long(tmp_path: Path) -> 
     assert "UNI-2005  1 workers are left, and the run needs at least 2" in output
     assert "waited" in output
     assert "--rejoin-within" in output
-    assert run.step == 5
+    assert run.step == 6, "the step in hand is finished, and saved"
+    assert [event.step for event in run.of(events.CheckpointSaved)] == [6]
 
 
 def test_restarts_are_limited_and_the_last_worker_goes_on_alone(calm: Calm, tmp_path: Path) -> None:

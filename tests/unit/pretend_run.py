@@ -180,10 +180,11 @@ class Pretend:
     def notices(self) -> list[str]:
         return [event.text for event in self.recorded(events.Notice)]
 
-    def ended(self) -> UnisonoError | m.End | None:
+    def ended(self) -> UnisonoError | m.End | m.Verdict | None:
         """The error that ended the run; the order itself when it has none; None while the run goes on."""
-        ends = self.told(m.End)
+        ends: list[m.End | m.Verdict] = [*self.told(m.End), *self.told(m.Verdict)]
         if not ends:
             return None
         assert len(ends) == 1
-        return from_dict(ends[0].failure) if ends[0].failure else ends[0]
+        end = ends[0]
+        return from_dict(end.failure) if end.failure else end

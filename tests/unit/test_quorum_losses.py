@@ -75,6 +75,9 @@ def test_below_the_minimum_for_too_long_ends_the_run() -> None:
     end = run.ended()
     assert isinstance(end, TooFewWorkers)
     assert "waited 20 s" in end.cause
+    assert run.told(m.End) == [], "those who hold the state save it first"
+    assert {order.worker: order.because for order in run.told(m.Stop)} == {0: end.what, 2: end.what}
+    assert run.forms()[0].members == [0, 2]
 
 
 def test_below_the_minimum_with_nobody_to_come_ends_the_run_at_once() -> None:

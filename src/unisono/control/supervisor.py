@@ -63,6 +63,7 @@ class Supervisor:
         self.members: set[int] = set()  # of the newest generation that was formed
         self.deaths: list[Death] = []
         self.end: m.End | None = None
+        self.verdict: UnisonoError | None = None  # why it ends, once it has saved
         self.not_started: UnisonoError | None = None
         self.result: dict[str, Any] | None = None
         self.stopping_since_s: float | None = None
@@ -285,6 +286,8 @@ class Supervisor:
                 self._emit(event)
         elif isinstance(message, m.End) and self.stopping_since_s is None:  # then, that workers are gone is our doing
             self.end = self.end or message
+        elif isinstance(message, m.Verdict):
+            self.verdict = from_dict(message.failure)
         elif isinstance(message, m.Relay):
             self._on_relay(message)
 
@@ -352,7 +355,7 @@ class Supervisor:
         if failure is None and (stopped or (self.interrupted_by and self.result is None)):
             name = process.signal_name(self.interrupted_by)
             failure = Interrupted(f"stopped by {name}", do="start it again with the same command")
-        failure = failure or preemption(self.preempted_by, self.result, self.spec.grace)
+        failure = failure or self.verdict or preemption(self.preempted_by, self.result, self.spec.grace)
         if failure is None and self.result is None:
             failure = without_result(self.spec.script, self.deaths, self.name)
         return failure or self.recorder.failure(), trace

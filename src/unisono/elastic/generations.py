@@ -61,7 +61,14 @@ class GiveUp:
     failure: UnisonoError | None
 
 
-Decision = Regroup | Wait | LetGo | StopRun | GiveUp
+@dataclass(frozen=True)
+class SaveAndEnd:
+    """Too few are left, and nobody came. Those who hold the state finish the step in hand and save."""
+
+    failure: UnisonoError
+
+
+Decision = Regroup | Wait | LetGo | StopRun | GiveUp | SaveAndEnd
 
 
 def decide(roster: Roster, now_s: float) -> Decision | None:
@@ -147,7 +154,9 @@ def _go_on(roster: Roster, parts: _Parts, because: str, now_s: float) -> Decisio
     if parts.leaving:
         return _part(roster, parts)
     if not roster.has_hope or _waited_too_long(roster, now_s):
-        return GiveUp(_want_of_workers(roster, len(everyone), now_s))
+        failure = _want_of_workers(roster, len(everyone), now_s)
+        holding = any(worker.holds_state for worker in parts.staying)
+        return SaveAndEnd(failure) if isinstance(failure, TooFewWorkers) and holding else GiveUp(failure)
     return Wait(_too_few(roster, len(everyone)))
 
 

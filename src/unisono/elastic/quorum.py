@@ -22,6 +22,7 @@ from unisono.elastic.generations import (
     GiveUp,
     LetGo,
     Regroup,
+    SaveAndEnd,
     StopRun,
     Wait,
     decide,
@@ -285,6 +286,10 @@ class Quorum:
             self._publish(decision, now_s)
         elif isinstance(decision, GiveUp):
             self.orders.end(decision.failure)
+        elif isinstance(decision, SaveAndEnd):
+            self.orders.to_host("owner", m.Verdict(failure=decision.failure.as_dict()))
+            commands.stop_run(self.roster, self.orders, decision.failure.what)
+            return True
         elif isinstance(decision, StopRun):
             commands.stop_run(self.roster, self.orders, decision.because)
             return True

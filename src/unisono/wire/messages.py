@@ -276,6 +276,14 @@ class End(Message):
     blame: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Message):
+    """For the owner: the run ends when those who are left have saved, and this is why."""
+
+    kind = "verdict"
+    failure: dict[str, Any]
+
+
 # --- from the coordinator to a worker
 
 
