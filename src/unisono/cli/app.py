@@ -163,6 +163,22 @@ def run(
     raise SystemExit(launch(values, str(spec) if spec and not script else "unisono run"))
 
 
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="A run's directory, or its name under runs/.")],
+    workers: Annotated[
+        str | None, typer.Option(help="How many workers from now on (default: as before).", metavar="N")
+    ] = None,
+) -> None:
+    """Go on with a run that was stopped, killed or preempted, from its last checkpoint.
+
+    The same as starting it again with the same command and --name; the result is that of a run which never stopped.
+    """
+    from unisono.control.launch import resume as go_on
+
+    raise SystemExit(go_on(run, workers))
+
+
 @app.command(name="hash")
 def hash_(
     paths: Annotated[

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from unisono.control.supervisor import Supervisor
 from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
 from unisono.core.faults import read_plan
 from unisono.core.progress import Progress
-from unisono.core.run_dir import create
+from unisono.core.run_dir import create, find
 from unisono.core.spec import RunSpec, build_run_spec, from_environment, resolve_microbatches
 
 
@@ -30,6 +31,20 @@ def launch(values: dict[str, Any], source: str) -> int:
     faults = read_plan(Path(spec.faults)).as_toml() if spec.faults else ""
     spec, run_dir = create(spec, time.time())
     return Supervisor(spec, run_dir, Progress(run_dir), faults).run()
+
+
+def resume(name: str, workers: str | None) -> int:
+    """Go on with a run, on as many workers as before or on another number of them."""
+    found = find(name)
+    try:
+        asked = json.loads(found.spec.read_text())["run"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"the run at {found.path} does not say how it was started: {found.spec.name} is damaged ({error})",
+            do="start it again as you did, with --run-dir " + str(found.path),
+        ) from None
+    changes: dict[str, Any] = {"run_dir": str(found.path), "resume": "auto"}
+    return launch(asked | changes | ({"workers": workers} if workers else {}), str(found.spec))
 
 
 def _check_workers(spec: RunSpec) -> None:

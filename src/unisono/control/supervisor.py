@@ -41,7 +41,7 @@ from unisono.core.errors import (
     from_dict,
 )
 from unisono.core.progress import Progress
-from unisono.core.run_dir import Recorder, RunDir, write_atomically
+from unisono.core.run_dir import DEFAULT_PARENT, Recorder, RunDir, write_atomically
 from unisono.core.spec import RunSpec
 from unisono.wire import messages as m
 
@@ -337,8 +337,13 @@ class Supervisor:
             self.progress.close()
             return 0
         self._emit(events.RunFailed(failure=failure.as_dict(), exit_code=failure.exit_code))
-        self.progress.show_failure(failure, trace, logs=str(self.run_dir.logs))
+        self.progress.show_failure(failure, trace, logs=str(self.run_dir.logs), go_on=self._how_to_go_on())
         return failure.exit_code
+
+    def _how_to_go_on(self) -> str:
+        saved = self.recorder.saved_step
+        name = self.spec.name if self.run_dir.path == Path(DEFAULT_PARENT) / self.spec.name else str(self.run_dir.path)
+        return f"unisono resume {name}  (from step {saved})" if saved is not None else ""
 
     def _first_failure(self) -> tuple[UnisonoError | None, str]:
         """The first of: what a worker did, what the user did, what the disk did."""

@@ -161,11 +161,11 @@ class Progress:
         else:
             print(text, file=self.stream, flush=True)
 
-    def show_failure(self, failure: UnisonoError, extra: str = "", logs: str = "") -> None:
+    def show_failure(self, failure: UnisonoError, extra: str = "", logs: str = "", go_on: str = "") -> None:
         """The last screen of a failed run."""
         self.close()
         rows = [extra.rstrip() + "\n"] if extra else []
-        rows += [str(failure), f"  {'logs':<7} {logs}"] if logs else [str(failure)]
+        rows += [str(failure), *(f"  {label:<7} {text}" for label, text in (("logs", logs), ("go on", go_on)) if text)]
         print("\n".join(rows), file=self.stream, flush=True)
 
     def pause(self) -> None:

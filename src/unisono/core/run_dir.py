@@ -164,6 +164,7 @@ class Recorder:
     lost: dict[str, int] = field(default_factory=dict)  # file name: lines that could not be written
     first_loss: OSError | None = None
     unsaved: UnisonoError | None = None  # why there is no newer checkpoint
+    saved_step: int | None = None  # of the newest checkpoint that this run has written or gone on from
     _files: dict[Path, int] = field(default_factory=dict)
     _finished: bool = False
     last_step: int = 0
@@ -219,10 +220,12 @@ class Recorder:
                 self._write_spec(event.job)
             elif isinstance(event, events.RunFinished):
                 write_atomically(self.run_dir.result, json.dumps(events.plain(event.result), indent=2) + "\n")
+            elif isinstance(event, events.Resumed):
+                self.saved_step = event.step
             elif isinstance(event, events.CheckpointFailed):
                 self.unsaved = from_dict(event.failure)
             elif isinstance(event, events.CheckpointSaved):
-                self.unsaved = None
+                self.unsaved, self.saved_step = None, event.step
             elif isinstance(event, events.Notice) and event.code == "weights-not-saved":
                 full = os.strerror(errno.ENOSPC)  # all that is left of the worker's exception
                 error = OSError(errno.ENOSPC, full) if full in event.text else OSError(errno.EIO, event.text)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from unisono.checkpoint.listing import list_steps
+from unisono.checkpoint.manifest import step_key
 from unisono.checkpoint.seal import Seal
 from unisono.checkpoint.store import Store
 from unisono.comm.seam import Comm
@@ -89,6 +91,19 @@ class Checkpoints:
         if self._save is not None and not set(self._save.writers) <= set(members):
             self._drop()
             self.asked = True
+
+    def take_back(self, step: int) -> None:
+        """The training goes back to `step`: what was saved after it was of a state that is in doubt."""
+        self._drop()
+        if self.store is None or self.saved_step <= step:
+            return
+        self.saved_step = -1
+        try:
+            for later in list_steps(self.store):
+                if later > step:
+                    self.store.delete(step_key(later))
+        except UnisonoError as error:
+            self._fail(error)
 
     # --- at the end, in the foreground
 

@@ -262,6 +262,7 @@ class Job:
     def _go_back(self) -> None:
         self.abandon()
         self.state_in(self.guard.last_agreed())
+        self.checkpoints.take_back(self.state.step)
 
     def _gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         return [row.tolist() for row in self.comm.gather(torch.tensor(numbers, dtype=torch.float64))]

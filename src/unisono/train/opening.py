@@ -8,6 +8,7 @@ its members and holds its state. Called by the trainer and by a user's own loop.
 from __future__ import annotations
 
 import uuid
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ from unisono.train.context import Context
 from unisono.train.guard import Guard
 from unisono.train.job import Job, Request
 from unisono.train.numerics import Update
+from unisono.train.provision import check_place, checkpoint_bytes
 from unisono.train.resuming import Home, TakenUp, open_home
 from unisono.wire.certificate import Certificate
 
@@ -80,7 +82,15 @@ def open_job(context: Context, request: Request) -> Job:
         comm.close()
         raise
     _announce(job, home, taken)
+    if job.is_first and home.store is not None and not home.interval.is_never:
+        expected = checkpoint_bytes(request.model, request.optimizer)
+        say = partial(_say, job)
+        check_place(home.store, expected, home.keeping.last, context.spec.grace, job.comm.size, say)
     return job
+
+
+def _say(job: Job, text: str) -> None:
+    job.emit(events.Notice(code="checkpoint-place", text=text))
 
 
 def _checkpoints(job: Job, home: Home) -> Checkpoints:
