@@ -75,7 +75,7 @@ class Started:
     def __init__(
         self, command: Sequence[str], folder: Path, env: Mapping[str, str | None] | None, **popen: Any
     ) -> None:
-        self.command, self.folder = list(command), folder
+        self.command, self.folder, self._env = list(command), folder, dict(env or {})
         numbers = (n for n in range(1, 1000) if not (folder / f"output-{n}.txt").exists())
         self.output_file = folder / f"output-{next(numbers)}.txt"
         self.started_s = time.monotonic()
@@ -113,6 +113,8 @@ class Started:
         return self._found
 
     def _named_dirs(self) -> Iterator[Path]:
+        if place := self._env.get("UNISONO_RUN_DIR"):
+            yield self.folder / place
         for option, value in zip(self.command, self.command[1:], strict=False):
             if option in ("--run-dir", "--name"):
                 yield self.folder / ("runs" if option == "--name" else "") / value

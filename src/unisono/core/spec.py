@@ -21,6 +21,7 @@ from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, U
 from unisono.core.interval import parse_interval
 
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
+_FROM_ENVIRONMENT = ("seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -176,8 +177,8 @@ def build_run_spec(values: dict[str, Any], source: str) -> RunSpec:
 
 
 def from_environment() -> dict[str, Any]:
-    """What UNISONO_SEED, UNISONO_MICROBATCHES, UNISONO_THREADS and UNISONO_RUN_DIR ask for; options beat them."""
-    found = {key: os.environ.get(f"UNISONO_{key.upper()}") for key in ("seed", "microbatches", "threads", "run_dir")}
+    """What UNISONO_SEED, UNISONO_RUN_DIR and the like ask for; options beat them."""
+    found = {key: os.environ.get(f"UNISONO_{key.upper()}") for key in _FROM_ENVIRONMENT}
     return {key: value for key, value in found.items() if value}
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the training is saved, by whom, and that all agree on it. One save is under way at a time.
 
-That a save is wanted, that a worker has written its share, and that the checkpoint exists are three numbers that ride
+That a save is wanted, that a worker could not do its part, and that the checkpoint exists are three numbers that ride
 along with every step's exchange (`Riders`); so a save asked for on one worker simply happens on all. If a writer is
 lost on the way, the save is given up and taken again at once. The work itself is done by `saving`, behind the loop.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from unisono.comm.seam import Comm
 from unisono.core import events
 from unisono.core.errors import StoreMissing, UnisonoError
 from unisono.core.interval import Interval
-from unisono.train.saving import Copies, Keeping, Save
+from unisono.train.saving import Copies, Keeping, Outcome, Save
 
 IDENTITY = "store.json"  # in the store: whoever sees the same one can write there with the others
 _NOWHERE, _WOULD_MAKE_ONE = 0.0, -1.0
@@ -33,8 +34,8 @@ class Riders(NamedTuple):
     """What each worker says about checkpoints with every step."""
 
     wanted: float = 0.0
-    written: float = 0.0  # the step of which it has written its share; negative: it could not
-    committed: float = 0.0  # the step of the newest checkpoint that this worker has committed; negative: it could not
+    failed: float = 0.0  # the step of the save that this worker could not do its part of
+    committed: float = 0.0  # the step of the checkpoint that this worker has committed
 
 
 class Capture(Protocol):
@@ -64,7 +65,7 @@ class Checkpoints:
         self._copies = Copies()
         self._last_s = time.monotonic()
         self._identity = _NOWHERE
-        self._written = self._committed = 0.0
+        self._failed = self._committed = 0.0
 
     # --- with every step
 
@@ -73,7 +74,7 @@ class Checkpoints:
         self._look_after()
         self.asked |= is_first and self.interval.is_due(step, time.monotonic() - self._last_s)
         wanted = self.asked and self._save is None  # one that comes too soon waits for the one that is under way
-        return Riders(float(wanted), self._written, self._committed)
+        return Riders(float(wanted), self._failed, self._committed)
 
     def after_step(self, step: int, rows: Sequence[Riders], members: Sequence[int], comm: Comm, lasts: bool) -> None:
         """All have heard the same. `lasts`: nothing but an update changes parameters and optimizer state."""
@@ -116,16 +117,14 @@ class Checkpoints:
             self._settle(members, comm)
 
     def _settle(self, members: Sequence[int], comm: Comm) -> None:
+        """Wait until no worker has a save under way."""
         while True:
             if self._save is not None:
                 self._save.wait()
             self._look_after()
-            if self._save is not None:
-                self._save.wait()  # the commit
-                self._look_after()
-            busy = self._save is not None
-            rows = [row.tolist() for row in comm.gather(torch.tensor([busy, *self._numbers()], dtype=torch.float64))]
-            self._hear([Riders(0.0, written, committed) for _, written, committed in rows], members)
+            row = [float(self._save is not None), self._failed, self._committed]
+            rows = [each.tolist() for each in comm.gather(torch.tensor(row, dtype=torch.float64))]
+            self._hear([Riders(0.0, failed, committed) for _, failed, committed in rows], members)
             if not any(row[0] for row in rows):
                 return
 
@@ -134,9 +133,6 @@ class Checkpoints:
         return max(float(row.item()) for row in comm.gather(torch.tensor([value], dtype=torch.float64)))
 
     # --- the protocol
-
-    def _numbers(self) -> tuple[float, float]:
-        return self._written, self._committed
 
     def _begin(self, step: int, members: Sequence[int], comm: Comm, lasts: bool) -> None:
         self._drop()
@@ -152,9 +148,10 @@ class Checkpoints:
         if self.store is None:
             return
         trusted = self.saved_step if self.saved_step >= 0 else None
-        self._save = Save(self.store, self.seal, step, comm.generation, writers, self.worker, trusted)
-        self._save.begin(tensors, facts, steady if lasts else (), self._copies)
-        self._save.stall_s += time.monotonic() - started_s
+        save = self._save = Save(self.store, self.seal, step, comm.generation, writers, self.worker, trusted)
+        announce = partial(self._announce, save)
+        save.begin(tensors, facts, steady if lasts else (), self._copies, self.keeping, announce)
+        save.stall_s += time.monotonic() - started_s
 
     def _meet(self, members: Sequence[int], comm: Comm) -> list[int]:
         """The workers that can write, by the identity of the store that each of them sees."""
@@ -196,47 +193,37 @@ class Checkpoints:
             return
         if save.error is not None:
             self._fail(save.error)
-            if save.part_is_written and save.writers[0] == self.worker:
-                self._committed = -float(save.step)
-            else:
-                self._written = -float(save.step)
+            self._failed = float(save.step)
         elif save.outcome is not None:
             self._committed = float(save.step)
-        elif save.part_is_written:
-            self._written = float(save.step)
-            if save.writers == (self.worker,):  # nobody to wait for
-                save.commit(self.keeping)
 
     def _hear(self, rows: Sequence[Riders], members: Sequence[int]) -> None:
         save = self._save
         if save is None:
             return
         said = {worker: row for worker, row in zip(members, rows, strict=True) if worker in save.writers}
-        step, first = float(save.step), save.writers[0]
-        all_written = len(said) == len(save.writers) and all(row.written == step for row in said.values())
-        if first in said and said[first].committed == step:
+        if any(row.committed == save.step for row in said.values()):
             self._conclude(save)
-        elif any(-step in (row.written, row.committed) for row in said.values()):
+        elif any(row.failed == save.step for row in said.values()):
             self._drop()
-        elif first == self.worker and save.may_commit and all_written:
-            save.commit(self.keeping)
 
     def _conclude(self, save: Save) -> None:
         self._save, self.saved_step, self.failure = None, save.step, None
-        if save.outcome is not None:
-            manifest = save.outcome.manifest
-            self._emit(
-                events.CheckpointSaved(
-                    step=save.step,
-                    bytes=manifest.bytes,
-                    bytes_written=save.outcome.bytes_written,
-                    seconds=round(save.outcome.seconds, 4),
-                    stall_s=round(save.stall_s, 4),
-                    digest=manifest.hash,
-                    writers=list(save.writers),
-                    url=save.store.url,
-                )
+
+    def _announce(self, save: Save, outcome: Outcome) -> None:
+        """At the moment it exists, from the background of the one who has committed it."""
+        self._emit(
+            events.CheckpointSaved(
+                step=save.step,
+                bytes=outcome.manifest.bytes,
+                bytes_written=outcome.bytes_written,
+                seconds=round(outcome.seconds, 4),
+                stall_s=round(save.stall_s, 4),
+                digest=outcome.manifest.hash,
+                writers=list(save.writers),
+                url=save.store.url,
             )
+        )
 
     def _fail(self, error: UnisonoError) -> None:
         if error is not self.failure:
@@ -245,11 +232,12 @@ class Checkpoints:
 
     def _drop(self) -> None:
         if self._save is not None:
+            self._save.cancel()
             self._save.await_copy()
             if not self._save.is_idle:
                 self._copies = Copies()  # it still writes from the old ones
             self._save = None
-        self._written = self._committed = 0.0
+        self._failed = self._committed = 0.0
 
 
 def _number(identity: bytes) -> float:

@@ -46,12 +46,12 @@ class Notes(NamedTuple):
     change: float  # this worker has heard of another generation
     checksum: float  # of the weights before this step, where it is due
     save: float  # a checkpoint is wanted after this step; and what has become of the last: see `checkpoints.Riders`
-    written: float
-    committed: float
+    not_saved: float
+    saved: float
 
     @property
     def riders(self) -> Riders:
-        return Riders(self.save, self.written, self.committed)
+        return Riders(self.save, self.not_saved, self.saved)
 
 
 @dataclass

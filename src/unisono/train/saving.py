@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One save of one worker: copy its share of the state, then hash, seal and write it, all behind the loop's back.
 
-Parameters and optimizer state change only in the strategy's `step`. So even the copy runs beside the next forward and
-backward pass, and the loop waits for it, if at all, just before that update (`await_copy`). No collective is issued
-from here; that all shares are written is told with the steps' own exchange (see `checkpoints`).
+The first writer waits, also there, until the shares of all are in the store, and commits. Parameters and optimizer
+state change only in the strategy's `step`; so even the copy runs beside the next forward and backward pass, and the
+loop waits for it, if at all, just before that update (`await_copy`). No collective is issued from here; what has become
+of it is told with the steps' own exchange (see `checkpoints`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from unisono.checkpoint.seal import Seal
 from unisono.checkpoint.specs import TensorSpec, specs_of
 from unisono.checkpoint.store import Store
 from unisono.core.errors import CheckpointError, InternalError, UnisonoError, UsageError
+
+_PARTS_WITHIN_S = 120.0  # after the first writer's own
+_LONGEST_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,8 @@ class Save:
         self.started_s = time.monotonic()
         self.stall_s = 0.0
         self.error: UnisonoError | None = None
-        self.part_is_written = False
         self.outcome: Outcome | None = None
-        self._copied = threading.Event()
+        self._copied, self._cancelled = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._facts: Mapping[str, Any] = {}
@@ -89,10 +92,16 @@ class Save:
     # --- in the loop
 
     def begin(
-        self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], steady: Collection[str], room: Copies
+        self,
+        tensors: Mapping[str, Tensor],
+        facts: Mapping[str, Any],
+        steady: Collection[str],
+        room: Copies,
+        keeping: Keeping,
+        on_committed: Callable[[Outcome], None] = lambda _: None,
     ) -> None:
         """Start it. `steady` are tensors that nobody changes before `await_copy`; the rest is copied at once."""
-        self._specs, self._facts = specs_of(tensors), facts
+        self._specs, self._facts, self._on_committed = specs_of(tensors), facts, on_committed
         plans = assign(plan_chunks(self._specs), len(self.writers))
         mine = plans[self.writers.index(self.worker)] if self.worker in self.writers else []
         copies = {part.name: room.of(part.name, tensors[part.name]) for plan in mine for part in plan.slices}
@@ -104,25 +113,21 @@ class Save:
                     later.append(lambda s=source, t=target, a=part.begin, b=part.end: _copy(s, t, a, b))  # type: ignore[misc]
                 else:
                     _copy(source, target, part.begin, part.end)
-        self._run(lambda: self._write(later, mine, copies))
+        self._run(lambda: self._write(later, mine, copies, keeping))
 
     def await_copy(self) -> None:
         started_s = time.monotonic()
         self._copied.wait()
         self.stall_s += time.monotonic() - started_s
 
-    def commit(self, keeping: Keeping) -> None:
-        """By the first writer, when all have written."""
-        self._run(lambda: self._commit(keeping))
+    def cancel(self) -> None:
+        """Nobody wants it any more: no commit, unless it has just happened."""
+        self._cancelled.set()
 
     def wait(self) -> None:
         """Until nothing is going on in the background."""
         if self._thread is not None:
             self._thread.join()
-
-    @property
-    def may_commit(self) -> bool:
-        return self.is_idle and self.part_is_written and self.error is None and self.outcome is None
 
     @property
     def is_idle(self) -> bool:
@@ -131,8 +136,6 @@ class Save:
     # --- behind it
 
     def _run(self, work: Callable[[], None]) -> None:
-        self.wait()
-
         def guarded() -> None:
             try:
                 work()
@@ -146,16 +149,24 @@ class Save:
         self._thread = threading.Thread(target=guarded, name="unisono-checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, later: Sequence[Callable[[], None]], plans: list[ChunkPlan], copies: Mapping[str, Tensor]) -> None:
+    def _write(
+        self,
+        later: Sequence[Callable[[], None]],
+        plans: list[ChunkPlan],
+        copies: Mapping[str, Tensor],
+        keeping: Keeping,
+    ) -> None:
         for copy in later:
             copy()
         self._copied.set()
-        if not plans and self.worker not in self.writers:
+        if self.worker not in self.writers:
             return
-        known = known_chunks(self._before(), self.seal)
-        part = write_part(self.store, plans, copies, known, self.seal)
+        part = write_part(self.store, plans, copies, known_chunks(self._before(), self.seal), self.seal)
         put_part(self.store, self.step, self.attempt, self.worker, part)
-        self.part_is_written = True
+        if self.worker == self.writers[0]:
+            shares = self._await_parts()
+            if shares:
+                self._commit(shares, keeping)
 
     def _before(self) -> Manifest | None:
         """What need not be written again. Never taken from a checkpoint that nobody has looked at: training is
@@ -165,22 +176,33 @@ class Save:
         except (CheckpointError, UsageError):  # damaged or removed since
             return None
 
-    def _commit(self, keeping: Keeping) -> None:
-        parts = read_parts(self.store, self.step, self.attempt)
-        missing = [worker for worker in self.writers if str(worker) not in parts]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint of step {self.step} was not committed: worker {missing[0]}'s part is not in "
-                f"{self.store.url}"
-            )
-        shares: list[Part] = [parts[str(worker)] for worker in self.writers]
+    def _await_parts(self) -> list[Part]:
+        """The shares of all writers, in their order, as soon as they are in the store; none when it was cancelled."""
+        deadline_s, pause_s = time.monotonic() + _PARTS_WITHIN_S, 0.01
+        while not self._cancelled.is_set():
+            parts = read_parts(self.store, self.step, self.attempt)
+            missing = [worker for worker in self.writers if str(worker) not in parts]
+            if not missing:
+                return [parts[str(worker)] for worker in self.writers]
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(
+                    f"the checkpoint of step {self.step} was not committed: worker {missing[0]}'s part did not arrive "
+                    f"in {self.store.url} within {_PARTS_WITHIN_S:g} s",
+                    do="look at that worker's log; its connection to the store may be slow or broken",
+                )
+            self._cancelled.wait(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+        return []
+
+    def _commit(self, shares: Sequence[Part], keeping: Keeping) -> None:
         manifest = commit(self.store, self.step, self._specs, shares, self._facts, self.seal)
-        seconds = time.monotonic() - self.started_s
+        outcome = Outcome(manifest, sum(share.bytes_written for share in shares), time.monotonic() - self.started_s)
+        self._on_committed(outcome)
         clear_parts(self.store, self.step)
         doomed = retain(list_checkpoints(self.store), keeping.last, keeping.every, keeping.best)
         if doomed:
             prune(self.store, doomed)
-        self.outcome = Outcome(manifest, sum(share.bytes_written for share in shares), seconds)
+        self.outcome = outcome
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ class Trainer:
         self._stop_asked = True
 
     def save(self) -> None:
-        """Save a checkpoint after the step in hand. May be called on any worker: it happens on all."""
+        """Save a checkpoint. May be called on any worker: the next step carries it to all, and is what is saved."""
         if self._job is None:
             raise SetupError("save() was called while nothing is being trained", do="call it in a callback, during fit")
         self._job.checkpoints.asked = True
