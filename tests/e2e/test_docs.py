@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,11 +38,18 @@ def blocks(path: Path, language: str) -> dict[str, str]:
 
 
 SCRIPTS = blocks(TRAINING, "python")
+DATA_SCRIPTS = blocks(ROOT / "docs" / "data.md", "python")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_in_the_users_guide_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     run_python(SCRIPTS[name], tmp_path, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", DATA_SCRIPTS)
+def test_a_script_in_the_guide_to_data_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", DATA_SCRIPTS[name]], cwd=tmp_path, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_the_scripts_of_the_users_guide_use_every_public_name() -> None:
