@@ -34,6 +34,7 @@ def _leaves_nothing_behind(request: pytest.FixtureRequest, monkeypatch: pytest.M
     temporary = Path(tempfile.mkdtemp(prefix="ut-"))
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(temporary / "config"))  # the key that receipts are signed with
     try:
         yield
         clean = gone_within(_GONE_WITHIN_S, lambda: left_behind(mark, tmp_path))

@@ -133,6 +133,36 @@ def test_a_finished_run_may_be_given_more_and_is_told_apart_from_one_that_runs(t
     assert more.weights_sha256 in shown.replace("\n", "")
 
 
+def test_a_run_that_was_wanted_back_goes_on_inside_its_epoch(tmp_path: Path) -> None:
+    """Stopped after the third of four steps; with evaluations, which must be those of a run that was not."""
+    script = (
+        MORTAL
+        + """
+def leave(step):
+    die(step)
+    if Path("leave").exists() and step == 6 and WORKER == 0:
+        Path("leave").unlink()
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(1)
+
+
+fit(max_steps=None, epochs=3, eval_data=DATA, callbacks=[Every(leave)], optimizer=torch.optim.Adam)
+"""
+    )
+    calm = run_unisono(script, tmp_path, workers=1)
+    (tmp_path / "leave").touch()
+    stopped = run_unisono(script, tmp_path, *NAMED, expect=75)
+    assert "go on   unisono resume r  (from step " in stopped.output
+    assert stopped.result is not None
+    assert 6 <= stopped.result["steps"] < 12
+    finished = run_unisono(script, tmp_path, *NAMED, workers=3)
+    assert finished.weights_sha256 == calm.weights_sha256
+    assert finished.result is not None
+    assert calm.result is not None
+    assert finished.result["history"] == calm.result["history"]
+    assert [event.step for event in finished.events_of(events.StepFinished)] == list(range(1, 13))
+
+
 def test_own_loops_and_plain_python_go_on_too(tmp_path: Path) -> None:
     own = """
 model = nn.Linear(4, 2)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.control.facts import MISSING, compare, facts, imported_files, version
+from unisono.control.facts import MISSING, compare, facts, version
 from unisono.core.errors import DataDiffers, ScriptDiffers, UnisonoError, VersionsDiffer
+from unisono.core.script_files import imported_files
 
 NOON = 1_700_000_000.0
 SAME = {"python": "3.11.7", "torch": "2.13.0+cpu", "unisono": "0.1.0", "script": "aaaa 4512 1699999820 train.py",

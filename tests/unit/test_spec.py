@@ -117,6 +117,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, hint: st
     ("key", "value"),
     [
         ("microbatches", 0),
+        ("stop_after", 0),
         ("microbatches", "many"),
         ("threads", 0),
         ("threads", 1.5),
@@ -154,6 +155,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "run_dir": "",
         "workers": "1",
         "microbatches": None,
+        "stop_after": None,
         "threads": 1,
         "seed": None,
         "device": "auto",

@@ -13,6 +13,8 @@ import typer
 
 from unisono.cli.checkpoint import app as checkpoint_app
 from unisono.cli.data import data_app
+from unisono.cli.receipt import app as receipt_app
+from unisono.cli.receipt import replay
 
 if TYPE_CHECKING:
     from unisono.core.errors import UnisonoError
@@ -29,6 +31,8 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app)
 app.add_typer(data_app, name="data")
+app.add_typer(receipt_app)
+app.command()(replay)
 
 
 def start() -> None:
@@ -141,6 +145,9 @@ def run(
         str | None,
         typer.Option(help="auto (default), never, or force: also when what decides the bits has changed."),
     ] = None,
+    stop_after: Annotated[
+        int | None, typer.Option(help="End after this step, with weights and result saved.", metavar="STEP")
+    ] = None,
     spec: Annotated[Path | None, typer.Option(help="Read these settings from a TOML or JSON file first.")] = None,
 ) -> None:
     """Run SCRIPT on several workers.
@@ -156,7 +163,7 @@ def run(
         "rejoin_within": rejoin_within, "hang_after": hang_after, "grace": grace, "verify_every": verify_every,
         "balance": balance, "listen": listen, "local": local, "faults": faults, "checkpoint_every": checkpoint_every,
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
-        "keep_best": keep_best, "resume": resume,
+        "keep_best": keep_best, "resume": resume, "stop_after": stop_after,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

@@ -7,21 +7,19 @@ values. Imports are followed without running anything. A digest of the data come
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import platform
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from unisono.core.errors import DataDiffers, ScriptDiffers, UnisonoError, VersionsDiffer
 from unisono.core.progress import duration
+from unisono.core.script_files import named_files
 
 MISSING = "not installed"
 _MODULE = "module "  # before the name of a file that the script imports
-_MOST_FILES = 500
 _DIGITS = 12  # of a sha256, enough to tell two files apart
 
 
@@ -52,12 +50,8 @@ class _File:
 def facts(script: str) -> dict[str, str]:
     """Of this host. The script's own files are named as they lie relative to it."""
     found = {"python": platform.python_version(), "torch": version("torch"), "unisono": version("unisono")}
-    main = Path(script)
-    if script and main.is_file():
-        found["script"] = _read(main, main.name).encode()
-        for path in imported_files(main):
-            name = path.relative_to(main.resolve().parent).as_posix()
-            found[_MODULE + name] = _read(path, name).encode()
+    for number, (name, path) in enumerate(named_files(script).items()):
+        found[_MODULE + name if number else "script"] = _read(path, name).encode()
     return found
 
 
@@ -71,44 +65,6 @@ def version(package: str) -> str:
 def _read(path: Path, name: str) -> _File:
     data = path.read_bytes()
     return _File(hashlib.sha256(data).hexdigest()[:_DIGITS], len(data), int(path.stat().st_mtime), name)
-
-
-def imported_files(script: Path) -> list[Path]:
-    """The files beside or below the script that it imports, directly or through each other."""
-    main = script.resolve()
-    root, seen, queue = main.parent, {main}, [main]
-    while queue and len(seen) < _MOST_FILES:
-        path = queue.pop()
-        for name in _imports(path, root):
-            for found in _files_of(root, name):
-                if found not in seen:
-                    seen.add(found)
-                    queue.append(found)
-    return sorted(seen - {main})
-
-
-def _imports(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
-    """Each import as a path of names below the script's folder, whether or not something of ours lies there."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return
-    package = path.relative_to(root).parent.parts
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            start = (*above, *(node.module.split(".") if node.module else ()))
-            yield start
-            yield from ((*start, alias.name) for alias in node.names)
-
-
-def _files_of(root: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """The module, and every package on the way to it."""
-    for count in range(1, len(names) + 1):
-        place = root.joinpath(*names[:count])
-        yield from (path for path in (place.with_name(place.name + ".py"), place / "__init__.py") if path.is_file())
 
 
 def compare(

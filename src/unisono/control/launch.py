@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from unisono.control.supervisor import Supervisor
 from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
 from unisono.core.faults import read_plan
 from unisono.core.progress import Progress
-from unisono.core.run_dir import create, find
+from unisono.core.run_dir import RunDir, create, find
 from unisono.core.spec import RunSpec, build_run_spec, from_environment, resolve_microbatches
 
 
-def launch(values: dict[str, Any], source: str) -> int:
-    """Run the spec in `values` and return the exit code."""
+def launch(values: dict[str, Any], source: str, watch: Callable[[RunDir], Progress] = Progress) -> int:
+    """Run the spec in `values` and return the exit code. `watch`: what sees the run's events as they come."""
     build_run_spec(from_environment(), "environment (UNISONO_…)")  # so that an error names the right culprit
     spec = build_run_spec(from_environment() | values, source)
     _check_script(spec.script)
@@ -30,7 +31,7 @@ def launch(values: dict[str, Any], source: str) -> int:
         choose_address(spec.listen)  # before there is a directory that the next try would find taken
     faults = read_plan(Path(spec.faults)).as_toml() if spec.faults else ""
     spec, run_dir = create(spec, time.time())
-    return Supervisor(spec, run_dir, Progress(run_dir), faults).run()
+    return Supervisor(spec, run_dir, watch(run_dir), faults).run()
 
 
 def resume(name: str, workers: str | None) -> int:
@@ -43,7 +44,7 @@ def resume(name: str, workers: str | None) -> int:
             f"the run at {found.path} does not say how it was started: {found.spec.name} is damaged ({error})",
             do="start it again as you did, with --run-dir " + str(found.path),
         ) from None
-    changes: dict[str, Any] = {"run_dir": str(found.path), "resume": "auto"}
+    changes: dict[str, Any] = {"run_dir": str(found.path), "resume": "auto", "stop_after": None}
     return launch(asked | changes | ({"workers": workers} if workers else {}), str(found.spec))
 
 

@@ -35,13 +35,13 @@ from unisono.core import events, process
 from unisono.core.errors import (
     EXIT_CODES,
     Interrupted,
-    RunDirectoryError,
     UnisonoError,
     WorkerLost,
     from_dict,
 )
 from unisono.core.progress import Progress
-from unisono.core.run_dir import DEFAULT_PARENT, Recorder, RunDir, write_atomically
+from unisono.core.receipt_gathering import code_read, write_receipt
+from unisono.core.run_dir import DEFAULT_PARENT, Recorder, RunDir, needing_a_place, write_atomically
 from unisono.core.spec import RunSpec
 from unisono.wire import messages as m
 
@@ -79,12 +79,12 @@ class Supervisor:
         """Run to the end and return the exit code."""
         with self._hearing_signals():
             self.recorder.start()
-            with _needing_a_place():
+            with needing_a_place():
                 scratch = scratch_path()
             guard = Guard(self.token, scratch)
             code = Interrupted.exit_code
             try:
-                with _needing_a_place():
+                with needing_a_place():
                     scratch.mkdir(mode=0o700)
                 self._set_up(scratch, guard)
                 while not self._is_over():
@@ -171,6 +171,7 @@ class Supervisor:
         if listening.line:  # for the screen alone: it holds the secret
             self.progress.handle(events.Notice(code="listening", text=listening.line))
         self._start_workers()
+        self._emit(code_read(self.spec.script))
         self.link.start()
 
     def _start_coordinator(self, address: str = "") -> None:
@@ -333,6 +334,8 @@ class Supervisor:
         failure, trace = self._first_failure()
         with contextlib.suppress(OSError):
             write_timeline(self.run_dir)
+        for notice in write_receipt(self.run_dir, self.spec, self.recorder.lost):
+            self._emit(notice)
         if failure is None:
             self.progress.close()
             return 0
@@ -388,14 +391,3 @@ class Supervisor:
             end_strays(self.token)
         self.progress.close()
         self.recorder.close()
-
-
-@contextlib.contextmanager
-def _needing_a_place() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot make a temporary directory: {error.strerror or error}",
-            do="point TMPDIR at a directory you may write to, with space left",
-        ) from None

@@ -22,7 +22,7 @@ EXIT_CODES: dict[int, str] = {
     21: "this host could not join the run",
     30: "the run directory cannot be written",
     31: "the place of the checkpoints cannot be written or read",
-    32: "a checkpoint is damaged or incomplete, does not fit this training, or needs another key",
+    32: "a checkpoint or receipt is damaged or incomplete, does not fit this training, or needs another key",
     70: "a fault in Unisono itself",
     75: "preempted: asked to leave by SIGTERM, SIGUSR1 or SIGUSR2; start it again",
     130: "stopped by Ctrl-C or by unisono stop --now",
@@ -315,6 +315,12 @@ class CheckpointNewer(CheckpointError):
     """Written by a later version. Never skipped in favour of an older one, never counted as rubbish."""
 
     code = "UNI-3025"
+
+
+class ReceiptDamaged(UnisonoError):
+    """A receipt is not as it was written, or is none. What it says must not be believed."""
+
+    code, exit_code = "UNI-3030", 32
 
 
 class Interrupted(UnisonoError):

@@ -42,6 +42,14 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CodeRead(Event):
+    """The script and what it imports from beside itself, as they were at the start: name to SHA-256."""
+
+    kind = "code_read"
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event):
     kind = "worker_started"
     pid: int
@@ -58,6 +66,7 @@ class Configured(Event):
     fingerprint: dict[str, Any]
     steps_total: int | None
     samples_per_epoch: int | None
+    data: str = ""  # the hash that stands for all the data, where the dataset has one
 
 
 @dataclass(frozen=True, kw_only=True)

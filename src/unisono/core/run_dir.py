@@ -7,12 +7,14 @@ stops the training: the recorder counts what it could not write, says so once, a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,10 @@ class RunDir:
     @property
     def result(self) -> Path:
         return self.path / "result.json"
+
+    @property
+    def receipt(self) -> Path:
+        return self.path / "receipt.json"
 
     @property
     def weights(self) -> Path:
@@ -155,6 +161,18 @@ def write_atomically(path: Path, text: str) -> None:
         scratch.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def needing_a_place() -> Iterator[None]:
+    """For temporary files: an OSError in the body becomes an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirectoryError(
+            f"cannot make a temporary directory: {error.strerror or error}",
+            do="point TMPDIR at a directory you may write to, with space left",
+        ) from None
+
+
 @dataclass
 class Recorder:
     """Writes a run's directory from its events. `handle` never raises for a full or failing disk."""
@@ -207,7 +225,8 @@ class Recorder:
         for event in events.read(self.run_dir.events):
             if not isinstance(event, events.RunFinished):
                 self._is_old(event)
-        for path in (self.run_dir.path / "journal.jsonl", self.run_dir.control, self.run_dir.result):
+        old = self.run_dir
+        for path in (old.path / "journal.jsonl", old.control, old.result, old.receipt):
             path.unlink(missing_ok=True)
 
     def handle(self, event: events.Event) -> bool:

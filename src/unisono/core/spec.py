@@ -66,6 +66,7 @@ class RunSpec(BaseModel):
     run_dir: str = ""
     workers: Workers = Workers(min=1, max=1)
     microbatches: int | None = Field(default=None, ge=1)
+    stop_after: int | None = Field(default=None, ge=1)
     threads: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"

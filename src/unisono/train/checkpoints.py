@@ -76,10 +76,12 @@ class Checkpoints:
         wanted = self.asked and self._save is None  # one that comes too soon waits for the one that is under way
         return Riders(float(wanted), self._failed, self._committed)
 
-    def after_step(self, step: int, rows: Sequence[Riders], members: Sequence[int], comm: Comm, lasts: bool) -> None:
+    def after_step(
+        self, step: int, rows: Sequence[Riders], members: Sequence[int], comm: Comm, is_last: bool, lasts: bool
+    ) -> None:
         """All have heard the same. `lasts`: nothing but an update changes parameters and optimizer state."""
         self._hear(rows, members)
-        if any(row.wanted for row in rows):
+        if any(row.wanted for row in rows) or (is_last and not self.interval.is_never):
             self._begin(step, members, comm, lasts)
 
     def await_copy(self) -> None:

@@ -21,6 +21,7 @@ from types import TracebackType
 from unisono.core import events, process, seeds
 from unisono.core.errors import Interrupted, ScriptFailed, SetupError, UnisonoError
 from unisono.core.faults import Fault
+from unisono.core.receipt_gathering import code_read, write_receipt
 from unisono.core.run_dir import Recorder, RunDir, create
 from unisono.core.spec import RunSpec, build_run_spec, from_environment
 from unisono.elastic.activity import Activity
@@ -161,6 +162,8 @@ def _standalone() -> Context:
     usual_hook, sys.excepthook = sys.excepthook, on_uncaught
 
     def close() -> None:
+        for notice in write_receipt(run_dir, spec, recorder.lost):
+            emit(notice)
         progress.close()
         recorder.close()
         failure = recorder.failure()
@@ -169,4 +172,5 @@ def _standalone() -> Context:
 
     started = events.RunStarted(name=spec.name, script=script, workers=1, host=socket.gethostname(), pid=os.getpid())
     emit(started)
+    emit(code_read(script))
     return Context(spec, run_dir, 0, emit, close=close)

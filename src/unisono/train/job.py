@@ -84,6 +84,12 @@ class Job:
     def is_first(self) -> bool:
         return self.comm.rank == 0
 
+    @property
+    def stop_is_asked(self) -> bool:
+        """From outside the script: by a command, or with ``--stop-after`` when the step in hand is that one."""
+        last = self.context.spec.stop_after
+        return bool(self.session.station.stop_because) or (last is not None and self.state.step + 1 >= last)
+
     def emit(self, event: events.Event) -> None:
         """For events that are the run's, not one worker's: the first worker speaks for all."""
         if self.is_first:
@@ -138,6 +144,8 @@ class Job:
         """What a checkpoint holds: the state by name, and the facts that say what it is the state of."""
         state = self.state_out()
         inner = state.pop("strategy")
+        if self.state.stopped_by_run:  # which the state is not part of
+            state["train"] |= {"stopped_early": "", "stopped_by_run": False}
         optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
         tensors, facts, steady = captured(
             {"model": inner["model"], "optimizer": optimizer, **state}, self.request.model
@@ -153,10 +161,11 @@ class Job:
         }
         return tensors, events.plain({**facts, **about}), steady
 
-    def save_if_wanted(self, rows: Sequence[Riders], lasts: bool = True) -> None:
+    def save_if_wanted(self, rows: Sequence[Riders], is_last: bool = False, lasts: bool = True) -> None:
         """At a step boundary. `lasts`: until the next update, nobody changes parameters and optimizer state."""
         assert self.session.membership is not None
-        self.checkpoints.after_step(self.state.step, rows, self.session.membership.members, self.comm, lasts)
+        members = self.session.membership.members
+        self.checkpoints.after_step(self.state.step, rows, members, self.comm, is_last, lasts)
 
     def take_up(self, home: Home) -> TakenUp:
         """Go on from a checkpoint. The workers have not met yet."""

@@ -121,12 +121,14 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
         state.stopped_early = "the script asked to stop"
         if asked == STOPPED_BY_RUN:
             state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
+            state.stopped_by_run = True
     report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s)
     if state.step > job.told:
         job.told = state.step
         job.session.activity.now(f"in a callback after step {state.step}")
         plan.on_step(StepInfo(state.step, state.epoch + 1, reduced.loss, lr, state.samples, job.is_first))
-    job.save_if_wanted([row.riders for row in notes])
+    # Before the epoch's end is gone through: a run that is taken up again, or is given more steps, goes on inside it.
+    job.save_if_wanted([row.riders for row in notes], is_last=_stop_now(job, state))
     return any(row.change for row in notes)
 
 
@@ -182,7 +184,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))
     compute_s = time.perf_counter() - started + job.update_s
     session.activity.now("adding up the gradients")
-    stop = STOPPED_BY_RUN if session.station.stop_because else float(plan.stop_asked())
+    stop = STOPPED_BY_RUN if job.stop_is_asked else float(plan.stop_asked())
     notes = Notes(
         data.waited_s,
         compute_s,

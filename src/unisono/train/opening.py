@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import uuid
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -211,5 +212,12 @@ def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
             fingerprint=job.fingerprint.model_dump(),
             steps_total=min(limits) if limits else None,
             samples_per_epoch=per_epoch,
+            data=_hash_of(job.request.data.dataset),
         )
     )
+
+
+def _hash_of(dataset: Any) -> str:
+    """What stands for all the data, for the receipt; a user's own dataset may mean something else by that name."""
+    found = getattr(dataset, "hash", "")
+    return found if isinstance(found, str) else ""

@@ -236,7 +236,7 @@ class OwnLoop:
         """Here and not in `step`: what the script does after it, such as a schedule's step, belongs to the state."""
         rows, self._riders = self._riders, []
         if rows:
-            self.job.save_if_wanted(rows, lasts=False)
+            self.job.save_if_wanted(rows, is_last=bool(self.state.stopped_early), lasts=False)
 
     def _go_through_the_motions(self) -> Iterator[Any]:
         """A step in which this worker has no samples: the script gets its last batch once more and nothing comes of
@@ -303,7 +303,7 @@ class OwnLoop:
         compute_s = time.perf_counter() - started
         session.activity.measured(compute_s, len(session.mine))
         session.activity.now("adding up the gradients")
-        stop = STOPPED_BY_RUN if session.station.stop_because else 0.0
+        stop = STOPPED_BY_RUN if self.job.stop_is_asked else 0.0
         notes = Notes(
             self._loaded.waited_s,
             compute_s + self.job.update_s,
@@ -348,6 +348,7 @@ class OwnLoop:
         rows = [Notes(*row) for row in reduced.notes]
         if any(row.stop for row in rows):
             self.state.stopped_early = self.job.session.station.stop_because or "the run was asked to stop"
+            self.state.stopped_by_run = True
         report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
         # Later: what the script does after this step, such as a schedule's step, belongs to the state that travels.
         self._change_due = any(row.change for row in rows) and not self.state.stopped_early

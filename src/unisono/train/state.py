@@ -22,6 +22,7 @@ class TrainState:
     epoch_samples: int = 0
     history: list[dict[str, float]] = field(default_factory=list)  # evaluations
     stopped_early: str = ""
+    stopped_by_run: bool = False  # from outside: a run that is taken up again goes on
     last_epoch: dict[str, Any] = field(default_factory=dict)  # what callbacks are told at an epoch's end
     news: list[dict[str, Any]] = field(default_factory=list)  # events of the last commit: its sender may have died
 
