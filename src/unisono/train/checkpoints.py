@@ -166,6 +166,7 @@ class Checkpoints:
                 return []
             if members[rows.index(_WOULD_MAKE_ONE)] == self.worker:
                 self._make()
+            self._agreed(comm, 0.0)  # nobody looks again before it is made
         return []
 
     def _see(self) -> float:
