@@ -19,8 +19,15 @@ RUNS = {
     "04_own_loop.py": (),
     "05_stream.py": (),
     "06_mnist.py": (),
+    "08_shards.py": (),
 }
-AT_LEAST = {"01_digits.py": 0.975, "03_own_data.py": 0.85, "04_own_loop.py": 0.85, "06_mnist.py": 0.3}
+AT_LEAST = {
+    "01_digits.py": 0.975,
+    "03_own_data.py": 0.85,
+    "04_own_loop.py": 0.85,
+    "06_mnist.py": 0.3,
+    "08_shards.py": 0.85,
+}
 
 
 def test_every_numbered_example_is_run_here() -> None:
