@@ -18,6 +18,18 @@ def stuck(run: Pretend, *culprits: int, doing: str = "computing") -> None:
             run.doing(worker, "adding up the gradients", waits=True)
 
 
+def test_a_worker_that_turns_out_to_be_stopped_is_not_taken_for_one_that_hangs() -> None:
+    run = Pretend(least=1, most=3, hang_s=10.0).begin(3)
+    stuck(run, 1)
+    run.later(10.5)
+    assert [look.worker for look in run.told(m.Examine)] == [1]
+    run.hear(m.Examined(worker=1, stopped=True))
+    assert run.recorded(events.Diagnosed) == []
+    assert run.told(m.Kill) == []
+    run.hear(m.Alive(frozen=[1]))
+    assert run.removed() == [(1, "frozen")]
+
+
 def test_a_worker_that_hangs_is_looked_at_named_and_put_out() -> None:
     run = Pretend(least=1, most=3, hang_s=10.0).begin(3)
     stuck(run, 1)

@@ -148,6 +148,9 @@ class Host:
         worker = self.workers.all.get(number)
         if worker is None or worker.exited:
             return
+        if _state(worker.pid) == "T":
+            self.report(m.Examined(worker=number, where="", doing="", stopped=True))
+            return
         pids = [worker.pid, *_children(worker.pid)]
         found = stacks.ask(self.workers.site.scratch, pids, EXAMINE_S)
         own = stacks.user_line(found.get(pids[0], ""))

@@ -77,6 +77,7 @@ class Pulse:
         self._since_s = time.monotonic()
 
     def start(self) -> None:
+        self.tell(self.status())  # at once: native code may keep Python's lock before the first beat
         threading.Thread(target=self._beat, name="unisono-pulse", daemon=True).start()
 
     def _beat(self) -> None:

@@ -252,7 +252,9 @@ class Quorum:
                     starting.vacate(self.roster, worker, now_s)
 
     def _on_examined(self, message: m.Examined, _: str, now_s: float) -> None:
-        if message.worker in self.watch.examining:
+        if message.worker in self.watch.examining and message.stopped:
+            del self.watch.examining[message.worker]  # its host says so soon, and why: see _on_alive
+        elif message.worker in self.watch.examining:
             watching.convict(self.roster, self.watch, self.orders, message.worker, message.where, message.doing, now_s)
 
     def _on_command(self, message: m.Command, host: str, now_s: float) -> None:

@@ -167,6 +167,7 @@ class Examined(Message):
     worker: int
     where: str = ""
     doing: str = ""
+    stopped: bool = False  # by a signal: it cannot even be asked
 
 
 @dataclass(frozen=True, kw_only=True)
