@@ -186,7 +186,7 @@ def test_a_save_whose_writer_is_lost_is_taken_again_by_those_who_are_left() -> N
     rows = [each.riders(2, worker == 0) for worker, each in enumerate(team.checkpoints)]
     alone = team.checkpoints[0]
     team.step += 1
-    alone._meet = lambda *_: [0, 1]  # type: ignore[method-assign]
+    alone._meet = lambda *_: ([0, 1], 1)  # type: ignore[method-assign]
     alone.after_step(2, rows, [0, 1], team.comms[0], False, True)
     assert alone._save is not None
     alone.regroup([0])

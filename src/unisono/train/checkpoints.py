@@ -8,6 +8,7 @@ lost on the way, the save is given up and taken again at once. The work itself i
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from unisono.train.saving import Copies, Keeping, Outcome, Save
 
 IDENTITY = "store.json"  # in the store: whoever sees the same one can write there with the others
 _NOWHERE, _WOULD_MAKE_ONE = 0.0, -1.0
+_LOOK_S = 0.05
 
 
 class Riders(NamedTuple):
@@ -65,6 +67,7 @@ class Checkpoints:
         self._copies = Copies()
         self._last_s = time.monotonic()
         self._identity = _NOWHERE
+        self._life = float(secrets.randbits(48))
         self._failed = self._committed = 0.0
 
     # --- with every step
@@ -122,7 +125,9 @@ class Checkpoints:
         """Wait until no worker has a save under way."""
         while True:
             if self._save is not None:
-                self._save.wait()
+                # Not to its end: the first writer waits there for the share of one that may have failed, and somebody
+                # who is late for the exchange below is taken for hung.
+                self._save.wait(_LOOK_S)
             self._look_after()
             row = [float(self._save is not None), self._failed, self._committed]
             rows = [each.tolist() for each in comm.gather(torch.tensor(row, dtype=torch.float64))]
@@ -139,7 +144,7 @@ class Checkpoints:
     def _begin(self, step: int, members: Sequence[int], comm: Comm, lasts: bool) -> None:
         self._drop()
         self.asked, self._last_s = False, time.monotonic()
-        writers = self._meet(members, comm)
+        writers, attempt = self._meet(members, comm)
         if not writers:
             self._emit(events.Notice(code="no-store", text="nobody here can write where the checkpoints are"))
             return
@@ -149,25 +154,29 @@ class Checkpoints:
         assert self.store is not None or self.worker not in writers
         if self.store is None:
             return
-        trusted = self.saved_step if self.saved_step >= 0 else None
-        save = self._save = Save(self.store, self.seal, step, comm.generation, writers, self.worker, trusted)
+        # After a failure nothing is taken for granted: a chunk may have gone from under us.
+        trusted = self.saved_step if self.saved_step >= 0 and self.failure is None else None
+        save = self._save = Save(self.store, self.seal, step, attempt, writers, self.worker, trusted)
         announce = partial(self._announce, save)
         save.begin(tensors, facts, steady if lasts else (), self._copies, self.keeping, announce)
         save.stall_s += time.monotonic() - started_s
 
-    def _meet(self, members: Sequence[int], comm: Comm) -> list[int]:
-        """The workers that can write, by the identity of the store that each of them sees."""
+    def _meet(self, members: Sequence[int], comm: Comm) -> tuple[list[int], int]:
+        """The workers that can write, by the identity of the store that each of them sees; and a number that no other
+        life of the run has, so that the parts of a save that was killed are not taken for those of this one."""
         for _ in range(2):
-            rows = [float(row.item()) for row in comm.gather(torch.tensor([self._see()], dtype=torch.float64))]
-            found = next((row for row in rows if row > 0), 0.0)
+            mine = torch.tensor([self._see(), self._life], dtype=torch.float64)
+            seen, lives = zip(*(row.tolist() for row in comm.gather(mine)), strict=True)
+            attempt = int(lives[0]) << 16 | comm.generation & 0xFFFF
+            found = next((identity for identity in seen if identity > 0), 0.0)
             if found:
-                return [worker for worker, row in zip(members, rows, strict=True) if row == found]
-            if _WOULD_MAKE_ONE not in rows:
-                return []
-            if members[rows.index(_WOULD_MAKE_ONE)] == self.worker:
+                return [worker for worker, row in zip(members, seen, strict=True) if row == found], attempt
+            if _WOULD_MAKE_ONE not in seen:
+                break
+            if members[seen.index(_WOULD_MAKE_ONE)] == self.worker:
                 self._make()
             self._agreed(comm, 0.0)  # nobody looks again before it is made
-        return []
+        return [], 0
 
     def _see(self) -> float:
         if self.store is None:
@@ -212,6 +221,9 @@ class Checkpoints:
 
     def _conclude(self, save: Save) -> None:
         self._save, self.saved_step, self.failure = None, save.step, None
+        if save.outcome is not None and save.outcome.untidy:
+            text = f"step {save.step} is saved, but not all that it replaces could be removed: {save.outcome.untidy}"
+            self._emit(events.Notice(code="checkpoint-untidy", text=text))
 
     def _announce(self, save: Save, outcome: Outcome) -> None:
         """At the moment it exists, from the background of the one who has committed it."""
@@ -245,4 +257,4 @@ class Checkpoints:
 
 def _number(identity: bytes) -> float:
     """48 bits of it, which a float holds exactly. Raises ValueError."""
-    return float(int(identity[:12], 16) + 1)
+    return float(int.from_bytes(bytes.fromhex(identity[:12].decode())) + 1)

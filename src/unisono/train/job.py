@@ -32,7 +32,7 @@ from unisono.train.context import Context
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
 from unisono.train.options import Clip
-from unisono.train.resuming import Home, TakenUp, captured, check_own, load
+from unisono.train.resuming import Home, TakenUp, believed, captured, check_own, load
 from unisono.train.state import TrainState
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
@@ -170,11 +170,14 @@ class Job:
     def take_up(self, home: Home) -> TakenUp:
         """Go on from a checkpoint. The workers have not met yet."""
         taken = load(home, self.request.model, self.spec, self.fingerprint)
-        state = dict(taken.state)
         names = names_in_order(self.request.model, self.request.optimizer)
-        strategy = {"model": state.pop("model"), "optimizer": by_number(state.pop("optimizer"), names)}
-        check_own(self.request.travellers, state["travellers"])
-        self.state_in({**state, "strategy": strategy})
+        with believed(taken.manifest, home.store.url if home.store else ""):
+            state = dict(taken.state)
+            strategy = {"model": state.pop("model"), "optimizer": by_number(state.pop("optimizer"), names)}
+            check_own(self.request.travellers, state["travellers"])
+            self.state_in({**state, "strategy": strategy})
+            if self.state.step != taken.manifest.step:
+                raise ValueError(f"its state is that of step {self.state.step}")
         self.state.news = []  # they are in the record
         self.told = self.checkpoints.saved_step = self.state.step
         self.session.activity.step = 0  # until the workers have met, nobody stands anywhere

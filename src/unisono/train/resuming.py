@@ -8,6 +8,7 @@ differ. Called once, by `job`, before the workers meet.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.checkpoint.listing import good_checkpoints, newest_good
+from unisono.checkpoint.listing import good_checkpoints, list_steps, newest_good
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.matching import require_match
 from unisono.checkpoint.reading import read_tensors
@@ -25,6 +26,7 @@ from unisono.checkpoint.seal import Seal, find_seal
 from unisono.checkpoint.specs import specs_of
 from unisono.checkpoint.store import Store, open_store
 from unisono.comm import state_tree
+from unisono.core import events
 from unisono.core.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.interval import Interval, parse_interval
@@ -51,7 +53,8 @@ class Home:
     @property
     def microbatches(self) -> int | None:
         """M belongs to the job: it stays what it was, whatever the number of workers."""
-        return int(self.found.facts["job"]["microbatches"]) if self.found else None
+        recorded = _table(self.found, "job").get("microbatches") if self.found else None
+        return recorded if type(recorded) is int and recorded > 0 else None  # a wrong one is refused by `differences`
 
 
 def open_home(spec: RunSpec, run_dir: RunDir, is_under_way: bool) -> Home:
@@ -65,12 +68,22 @@ def open_home(spec: RunSpec, run_dir: RunDir, is_under_way: bool) -> Home:
     found = None
     if not is_under_way:
         found = newest_good(store, lambda _, error: passed_over.append(error.what), seal)
+        passed_over += _missed(store, run_dir, found)
     if found is not None and spec.resume == "never":
         raise CheckpointError(
             f"{store.url} already holds checkpoints, up to step {found.step}, and --resume never says not to use them",
             do="choose another --checkpoint-to, --name or --run-dir, or remove them",
         )
     return Home(store, seal, interval, keeping, found, spec.resume == "force", passed_over)
+
+
+def _missed(store: Store, run_dir: RunDir, found: Manifest | None) -> list[str]:
+    """What the run's record says was saved and is not there: never go back, or begin anew, without a word."""
+    told = [event for event in events.read(run_dir.events) if isinstance(event, events.CheckpointSaved)]
+    newest = max(told, key=lambda event: event.step, default=None)
+    if newest is None or newest.step <= (found.step if found else -1) or newest.step in list_steps(store):
+        return []
+    return [f"the checkpoint of step {newest.step}, which this run has saved in {newest.url}, is not in {store.url}"]
 
 
 def captured(
@@ -107,7 +120,8 @@ def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) 
         except CheckpointDamaged as error:
             home.passed_over.append(error.what)
             continue
-        return TakenUp(state_tree.restored(manifest.facts["tree"], tensors), manifest, differs)
+        with believed(manifest, home.store.url):
+            return TakenUp(state_tree.restored(manifest.facts["tree"], tensors), manifest, differs)
     raise CheckpointDamaged(
         f"none of the checkpoints in {home.store.url} can be used",
         cause="\n".join(home.passed_over),
@@ -115,23 +129,47 @@ def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) 
     )
 
 
+@contextlib.contextmanager
+def believed(manifest: Manifest, url: str) -> Iterator[None]:
+    """A hash is no proof of good faith: whoever wrote the checkpoint may have written anything into its facts."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointMismatch(
+            f"the checkpoint of step {manifest.step} in {url} does not hold the state of this training",
+            cause=f"{type(error).__name__}: {error}",
+            do="if it is not from this training, or from somebody whom you do not trust, use another one",
+        ) from error
+
+
+def _table(found: Manifest, name: str) -> Mapping[str, Any]:
+    table = found.facts.get(name)
+    return table if isinstance(table, dict) else {}
+
+
 def _candidates(home: Home) -> Iterator[Manifest]:
     assert home.found is not None
     assert home.store is not None
+    newest = home.found.step
     yield home.found
-    for manifest in good_checkpoints(home.store, None, home.seal):
+
+    def note(step: int, error: CheckpointDamaged) -> None:
+        if step < newest:
+            home.passed_over.append(error.what)
+
+    for manifest in good_checkpoints(home.store, note, home.seal):
         if manifest.step < home.found.step:
             yield manifest
 
 
 def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force: bool) -> list[str]:
     """What is not as it was. Raises CheckpointMismatch when that would change what is computed, unless forced."""
-    job, before = spec.model_dump(mode="json"), found.facts.get("job", {})
+    job, before = spec.model_dump(mode="json"), _table(found, "job")
     keys = [key for key in job if key not in _TOLD_ELSEWHERE and before.get(key) != job[key]]
     changed = {key: (before.get(key), job[key]) for key in keys}
     harmless = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key in _MAY_DIFFER]
     harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in _MAY_DIFFER]
-    now, then = fingerprint.model_dump(mode="json"), found.facts.get("fingerprint", {})
+    now, then = fingerprint.model_dump(mode="json"), _table(found, "fingerprint")
     if then.get("data") != now.get("data"):
         harmful.append("the data: another length, or other samples under the same ids")
     elsewhere = [f"{key} {then.get(key)} -> {now[key]}" for key in now if key != "data" and then.get(key) != now[key]]

@@ -9,6 +9,8 @@ of it is told with the steps' own exchange (see `checkpoints`).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,13 +23,13 @@ from torch import Tensor
 from unisono.checkpoint.chunks import ChunkPlan, assign, plan_chunks
 from unisono.checkpoint.commit import commit
 from unisono.checkpoint.listing import list_checkpoints, read_manifest
-from unisono.checkpoint.manifest import Manifest
+from unisono.checkpoint.manifest import MOST_STEPS, Manifest
 from unisono.checkpoint.parts import Part, clear_parts, known_chunks, put_part, read_parts, write_part
 from unisono.checkpoint.retention import Best, prune, retain
 from unisono.checkpoint.seal import Seal
 from unisono.checkpoint.specs import TensorSpec, specs_of
 from unisono.checkpoint.store import Store
-from unisono.core.errors import CheckpointError, InternalError, UnisonoError, UsageError
+from unisono.core.errors import CheckpointError, InternalError, StoreFull, UnisonoError, UsageError
 
 _PARTS_WITHIN_S = 120.0  # after the first writer's own
 _LONGEST_PAUSE_S = 0.5
@@ -62,6 +64,7 @@ class Outcome:
     manifest: Manifest
     bytes_written: int
     seconds: float
+    untidy: str = ""  # what could not be removed afterwards, and why
 
 
 class Save:
@@ -85,6 +88,7 @@ class Save:
         self.error: UnisonoError | None = None
         self.outcome: Outcome | None = None
         self._copied, self._cancelled = threading.Event(), threading.Event()
+        self._changing = threading.Lock()  # held while it commits or removes something
         self._thread: threading.Thread | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._facts: Mapping[str, Any] = {}
@@ -121,13 +125,15 @@ class Save:
         self.stall_s += time.monotonic() - started_s
 
     def cancel(self) -> None:
-        """Nobody wants it any more: no commit, unless it has just happened."""
-        self._cancelled.set()
+        """Nobody wants it any more: no commit, unless it has just happened. Afterwards it removes nothing from the
+        store, where the next save may be writing."""
+        with self._changing:
+            self._cancelled.set()
 
-    def wait(self) -> None:
+    def wait(self, at_most_s: float | None = None) -> None:
         """Until nothing is going on in the background."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(at_most_s)
 
     @property
     def is_idle(self) -> bool:
@@ -140,6 +146,8 @@ class Save:
             try:
                 work()
             except UnisonoError as error:
+                if isinstance(error, StoreFull):
+                    self._make_room()
                 self.error = error
             except BaseException as error:
                 self.error = InternalError(f"a checkpoint could not be saved: {type(error).__name__}: {error}")
@@ -195,14 +203,33 @@ class Save:
         return []
 
     def _commit(self, shares: Sequence[Part], keeping: Keeping) -> None:
-        manifest = commit(self.store, self.step, self._specs, shares, self._facts, self.seal)
-        outcome = Outcome(manifest, sum(share.bytes_written for share in shares), time.monotonic() - self.started_s)
-        self._on_committed(outcome)
-        clear_parts(self.store, self.step)
-        doomed = retain(list_checkpoints(self.store), keeping.last, keeping.every, keeping.best)
-        if doomed:
-            prune(self.store, doomed)
-        self.outcome = outcome
+        with self._changing:
+            if self._cancelled.is_set():
+                return
+            manifest = commit(self.store, self.step, self._specs, shares, self._facts, self.seal)
+            seconds = time.monotonic() - self.started_s
+            outcome = Outcome(manifest, sum(share.bytes_written for share in shares), seconds)
+            self._on_committed(outcome)
+            self.outcome = dataclasses.replace(outcome, untidy=self._tidy(keeping))
+
+    def _tidy(self, keeping: Keeping) -> str:
+        """Remove what nobody needs any more, also what saves that were killed have left. The checkpoint exists: what
+        cannot be removed is told, and tried again after the next one."""
+        try:
+            clear_parts(self.store, MOST_STEPS)  # those of later steps are of saves that were killed
+            # A later one is damaged, or was left behind when the run went back: it must not push this one out.
+            ours = [checkpoint for checkpoint in list_checkpoints(self.store) if checkpoint.step <= self.step]
+            prune(self.store, retain(ours, keeping.last, keeping.every, keeping.best), orphans=True)
+        except UnisonoError as error:
+            return error.what
+        return ""
+
+    def _make_room(self) -> None:
+        """What a save has written before the disk was full must not take the room that the next one needs."""
+        with self._changing, contextlib.suppress(UnisonoError):
+            if not self._cancelled.is_set():
+                clear_parts(self.store, MOST_STEPS)
+                prune(self.store, (), orphans=True)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ a worker that joins.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -54,5 +54,10 @@ class TrainState:
         return asdict(self)
 
     def take(self, data: dict[str, Any]) -> None:
+        """Raises ValueError for what is no train state, as a checkpoint made by somebody else may hold."""
+        known = {field.name: type(getattr(self, field.name)) for field in fields(self)}
+        for name, value in data.items():
+            if name not in known or type(value) is not known[name]:
+                raise ValueError(f"{name} {value!r} is not part of a training's state")
         for name, value in data.items():
             setattr(self, name, value)
