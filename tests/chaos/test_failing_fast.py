@@ -224,7 +224,7 @@ def test_of_two_runs_that_find_the_same_directory_empty_one_gets_it(tmp_path: Pa
     spec = RunSpec(script="train.py", run_dir=str(tmp_path / "run"))
     one, two = (Recorder(create(spec, 0.0)[1], spec) for _ in range(2))
     one.start()
-    with pytest.raises(UsageError, match="already holds a run"):
+    with pytest.raises(UsageError, match="is in use by a run that is running"):
         two.start()
     one.close()
     two.close()
