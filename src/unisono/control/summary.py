@@ -16,7 +16,7 @@ from unisono.control.history import History
 from unisono.control.story import Story
 from unisono.core import events
 from unisono.core.errors import UsageError
-from unisono.core.progress import PARTS, duration, format_metrics, size
+from unisono.core.progress import PARTS, describe_reading, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
 
 
@@ -37,6 +37,7 @@ class Summary:
     ranges: dict[str, str] = field(default_factory=dict)  # of the current members
     generation: int = 0
     saved: events.CheckpointSaved | None = None
+    read: events.DataRead = field(default_factory=events.DataRead)
     evaluations: list[events.Evaluated] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     history: History = field(default_factory=History)
@@ -69,6 +70,7 @@ class Summary:
             ("loss", format_metrics({"": self.step.loss}).strip() if self.step else ""),
             ("time", duration(ended_s - self.started_s)),
             ("checkpoint", f"step {self.saved.step:,}, {size(self.saved.bytes)}" if self.saved else ""),
+            ("data", describe_reading(self.read)),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result else ""),
             *[("note", text) for text in self.notices],
@@ -122,6 +124,8 @@ def _take(summary: Summary, event: events.Event) -> None:
         }
     elif isinstance(event, events.CheckpointSaved):
         summary.saved = event
+    elif isinstance(event, events.DataRead):
+        summary.read += event
     elif isinstance(event, events.Evaluated):
         summary.evaluations.append(event)
     elif isinstance(event, events.Notice):

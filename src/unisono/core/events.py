@@ -163,6 +163,25 @@ class StepFinished(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataRead(Event):
+    """What reading cost the sending worker and its loader processes since it last told; see `data.offers.Taken`."""
+
+    kind = "data_read"
+    bytes_fetched: int = 0
+    shards_fetched: int = 0
+    cache_hits: int = 0
+    retries: int = 0
+    waited_s: float = 0.0
+    skipped: int = 0
+    bad: list[str] = field(default_factory=list)
+
+    def __add__(self, other: DataRead) -> DataRead:
+        counts = ("bytes_fetched", "shards_fetched", "cache_hits", "retries", "waited_s", "skipped")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return DataRead(**sums, bad=self.bad or other.bad)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSkipped(Event):
     kind = "step_skipped"
     step: int

@@ -61,6 +61,7 @@ class Progress:
         self.steps_total: int | None = None
         self.recent: deque[events.StepFinished] = deque(maxlen=50)
         self.workers = 1
+        self.read = events.DataRead()
         self._interval_s = _PLAIN_EVERY_S
         self._next_plain_s = 0.0
         self._paused = False
@@ -93,7 +94,11 @@ class Progress:
             self._line(f"skipped: {event.because}")
         elif isinstance(event, events.RunFinished):
             self.close()
-            self._line(describe_result(event.result, self.run_dir))
+            self._line(describe_result(event.result, self.run_dir, describe_reading(self.read)))
+        elif isinstance(event, events.DataRead):
+            if event.skipped and not self.read.skipped:
+                self._line(f"skipped: {event.bad[0]}; its neighbour takes its place, and further ones are counted")
+            self.read += event
         elif (text := describe_change(event)) is not None:
             self._line(text)
 
@@ -269,13 +274,23 @@ def describe_job(event: events.Configured) -> str:
     )
 
 
-def describe_result(result: dict[str, Any], run_dir: RunDir) -> str:
+def describe_reading(read: events.DataRead) -> str:
+    """Empty where nothing was fetched or skipped."""
+    rows = [f"{read.skipped:,} sample{'s' * (read.skipped > 1)} skipped"] if read.skipped else []
+    if read.bytes_fetched:
+        waited = f"{duration(read.waited_s)} waited for them, {read.cache_hits:,} found in the cache"
+        rows = [f"{size(read.bytes_fetched)} in {read.shards_fetched:,} shards fetched, {waited}", *rows]
+    return ", ".join(rows + ([f"{read.retries:,} retries"] if read.retries else []))
+
+
+def describe_result(result: dict[str, Any], run_dir: RunDir, reading: str = "") -> str:
     rate = result["samples"] / result["seconds"] if result["seconds"] else 0.0
     early = f" (stopped early: {result['stopped_early']})" if result.get("stopped_early") else ""
     skipped = f", {result['skipped_steps']} skipped" if result.get("skipped_steps") else ""
     rows = [
         f"done     {result['steps']:,} steps{skipped}, {result['samples']:,} samples in {duration(result['seconds'])}"
         f" ({rate:,.0f} samples/s){early}",
+        *([f"data     {reading}"] if reading else []),
         f"metrics  {format_metrics(result['metrics']) or 'none: no eval_data was given'}",
         f"weights  sha256 {result['weights_sha256']}",
         f"run      {run_dir.path}",

@@ -21,6 +21,7 @@ from unisono.wire.messages import Finished
 
 
 def finish(job: Job, seconds: float) -> Result:
+    job.tell_reading(at_once=True)  # before the workers compare weights, and so before the run's last word
     while True:
         try:
             result = _conclude(job, seconds)

@@ -8,8 +8,9 @@ that asks all workers whether they agree.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from unisono.train.resuming import Home, TakenUp, believed, captured, check_own,
 from unisono.train.state import TrainState
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
+READING_TOLD_S = 1.0  # between two words about what reading the data costs
 CountOf = Callable[[Any], float]  # true number of samples or tokens of a batch
 
 
@@ -78,6 +80,7 @@ class Job:
     notices: set[str] = field(default_factory=set)
     update_s: float = 0.0  # of the last optimizer update
     told: int = 0  # the last step that callbacks have heard of: steps that are computed again are not told twice
+    reading_told_s: float = 0.0
     checkpoints: Checkpoints = field(init=False)
 
     @property
@@ -100,6 +103,14 @@ class Job:
         self.state.news = [events.as_dict(event) for event in news]
         for event in news:
             self.emit(event)
+
+    def tell_reading(self, at_once: bool = False) -> None:
+        """What reading cost since the last word about it: each worker speaks for itself."""
+        now_s = time.monotonic()
+        if at_once or now_s - self.reading_told_s >= READING_TOLD_S:
+            self.reading_told_s = now_s
+            if taken := self.loader.taken():
+                self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
 
     # --- the session's view
 

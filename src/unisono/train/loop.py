@@ -249,6 +249,7 @@ def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, second
             generation=job.session.generation,
         )
     )
+    job.tell_reading()
 
 
 def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:
