@@ -310,9 +310,25 @@ def test_a_disk_that_fills_up_with_logs_stops_nothing_and_is_told_at_the_end(tmp
 def test_a_disk_without_room_for_the_weights_loses_no_hash(tmp_path: Path) -> None:
     big = "nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 1000), nn.Linear(1000, 2))"
     finished = run_unisono(
-        f"{SMALL}fit({big})\n", tmp_path, "--run-dir", "small/run", workers=1, wrapper=on_a_disk_of(128), expect=30
+        f"{SMALL}fit({big})\n",
+        tmp_path,
+        "--checkpoint-every",
+        "never",
+        "--run-dir",
+        "small/run",
+        workers=1,
+        wrapper=on_a_disk_of(128),
+        expect=30,
     )
     assert_says(finished, "UNI-3002", "final.safetensors", "No space left", "weights  sha256 ")
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    big = "nn.Sequential(nn.Linear(4, 100), nn.Linear(100, 1000), nn.Linear(1000, 2))"
+    script, options = f"{SMALL}fit({big})\n", ("--run-dir", "small/run")
+    finished = run_unisono(script, tmp_path, *options, workers=1, wrapper=on_a_disk_of(128), expect=31)
+    assert_says(finished, "UNI-3012", "a checkpoint takes about", "--checkpoint-every never")
+    assert [event.kind for event in finished.events if event.kind == "step_finished"] == []
 
 
 def test_a_read_only_disk_is_refused_before_anything_starts(tmp_path: Path) -> None:
