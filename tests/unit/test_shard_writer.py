@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fsspec.registry import _registry
 
 from unisono.core.errors import DataMissing, DataUnreachable, EmptyData, SchemaMismatch, SetupError
 from unisono.data.index import read_index
@@ -283,5 +284,6 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
 )
 def test_an_address_that_leads_nowhere_says_why(url: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
+    monkeypatch.delitem(_registry, "s3", raising=False)  # where fsspec keeps what an earlier test has loaded
     with pytest.raises((SetupError, DataMissing), match=told):
         read_index(url)
