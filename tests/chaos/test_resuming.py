@@ -10,15 +10,19 @@ import random
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from multiproc.running import Started, run_unisono, start_unisono
+from multiproc.streamed import BATCH, SAMPLES, write_shards
 from unisono.core import events
 from unisono.core.run_dir import RunDir
 
-# Dropout, augmentation, momentum, a schedule, batch norm, loader processes, and a callback with state of its own. The
-# ids that each microbatch reads are written down, so that a sample that is read under the wrong number shows.
-SCRIPT = """
+# Dropout, augmentation, momentum, a schedule, batch norm, and a callback with state of its own. `tally`, a parameter
+# that SGD with a learning rate of the batch size takes one off for every time, counts how often each sample was learnt
+# from. "processes" says how many loader processes this life of the run has, "pace" how long a step takes at least.
+SCRIPT = f"""
 import sys
 import time
 from pathlib import Path
@@ -27,38 +31,46 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.data import Shards
 
-PROCESSES, STEPS = int(sys.argv[1]), int(sys.argv[2])
+STYLE, STEPS = sys.argv[1], int(sys.argv[2])
 
 
-class Noisy(torch.utils.data.Dataset):
-    def __init__(self):
-        generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(200, 8, generator=generator)
-        self.labels = torch.randint(0, 4, (200,), generator=generator)
+def number(name):
+    try:
+        return float(Path(name).read_text())
+    except (OSError, ValueError):
+        return 0.0
+
+
+def noisy(sample):
+    inputs, label, number = sample
+    return inputs + 0.1 * torch.randn(8), label, number
+
+
+class InMemory(torch.utils.data.Dataset):
+    def __init__(self, shards):
+        self.samples = [shards[i] for i in range(len(shards))]
 
     def __len__(self):
-        return 200
+        return len(self.samples)
 
     def __getitem__(self, index):
-        return self.inputs[index] + 0.1 * torch.randn(8), self.labels[index], index
+        return noisy(self.samples[index])
 
 
 class Seen(unisono.Callback):
-    '''Adds up the ids of the steps; a wrong order or a sample twice gives another sum.'''
+    '''A sum in which the order counts.'''
 
     def __init__(self):
         self.sum = 0.0
 
     def on_step(self, info):
         self.sum = (self.sum * 31 + info.loss) % 1e6
-        try:
-            time.sleep(float(Path("pace").read_text()))
-        except (OSError, ValueError):
-            pass
+        time.sleep(number("pace"))
 
     def state_dict(self):
-        return {"sum": self.sum}
+        return {{"sum": self.sum}}
 
     def load_state_dict(self, state):
         self.sum = state["sum"]
@@ -67,22 +79,40 @@ class Seen(unisono.Callback):
         Path("seen").write_text(repr(self.sum))
 
 
+class Tallied(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.tally = net, nn.Parameter(torch.zeros({SAMPLES}))
+
+
 def objective(model, batch):
     inputs, labels, ids = batch
-    return nn.functional.cross_entropy(model(inputs), labels) + 0.0 * ids.sum()
+    seen = model.tally[ids].mean()
+    return nn.functional.cross_entropy(model.net(inputs), labels) + (seen - seen.detach())
+
+
+def shards(transform=None):
+    return Shards("../data", cache="cache", columns=("inputs", "label", "number"), transform=transform)
 
 
 torch.manual_seed(2)
-model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=STEPS + 1)
-data = unisono.Data(Noisy(), loader_processes=PROCESSES)
+model = Tallied(
+    nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+)
+groups = [{{"params": model.net.parameters(), "momentum": 0.9}}, {{"params": [model.tally], "lr": {BATCH}.0}}]
+optimizer = torch.optim.SGD(groups, lr=0.05)
+schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0 - step / STEPS / 2, lambda step: 1.0])
+data = unisono.Data(
+    shards(noisy) if STYLE == "streamed" else InMemory(shards()),
+    shuffle="blocks" if STYLE == "streamed" else True, block_shards=4, loader_processes=int(number("processes")),
+)
 unisono.Trainer(
-    model, optimizer, objective=objective, data=data, batch_size=16, max_steps=STEPS, schedule=schedule,
+    model, optimizer, objective=objective, data=data, batch_size={BATCH}, max_steps=STEPS, schedule=schedule,
     callbacks=[Seen()],
 ).fit()
 """
-WORKERS = (4, 2, 3, 1, 4)
+STEPS, PER_EPOCH, SAVED_EVERY = 500, SAMPLES // BATCH, 9
+WORKERS, PROCESSES = (4, 2, 3, 1, 4, 2), (0, 2, 0, 2, 2, 0)  # of each life; five end with a kill
 
 
 def steps_in(folder: Path) -> list[events.StepFinished]:
@@ -94,35 +124,47 @@ def until_step(started: Started, folder: Path, step: int) -> None:
     started.until(lambda: (RunDir(folder / "runs" / "r").events).exists() and len(steps_in(folder)) >= step, "it", 90)
 
 
-@pytest.mark.parametrize(("processes", "deaths"), [(0, 5), (2, 2)])
-def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_one_that_was_not(
-    processes: int, deaths: int, tmp_path: Path
-) -> None:
+def moments(seed: int) -> list[int]:
+    """Five random steps, two of them in one epoch."""
+    dice = random.Random(seed)
+    epochs = sorted(dice.sample(range(2, STEPS // PER_EPOCH - 1), 4))
+    kills = [epoch * PER_EPOCH + dice.randrange(2, 5) for epoch in epochs]
+    return sorted([*kills, kills[1] + dice.randrange(5, PER_EPOCH - 5)])
+
+
+@pytest.mark.parametrize("style", ["map-style", "streamed"])
+def test_a_run_that_is_killed_five_times_ends_with_the_bits_of_one_that_was_not(style: str, tmp_path: Path) -> None:
     calm_folder, folder = tmp_path / "calm", tmp_path / "killed"
     calm_folder.mkdir()
     folder.mkdir()
-    total = 120
-    behind = (str(processes), str(total))
+    write_shards(tmp_path / "data", "zstd")
+    behind = (style, str(STEPS))
     calm = run_unisono(SCRIPT, calm_folder, "--microbatches", "4", workers=1, script_args=behind)
-    rng = random.Random(500 + processes)
-    kills = sorted(rng.sample(range(5, total - 10), deaths))
-    (folder / "pace").write_text("0.01")
-    options = ("--microbatches", "4", "--name", "r", "--checkpoint-every", "9")
-    for workers, step in zip(WORKERS, kills, strict=False):
+    kills = moments(len(style))
+    options = ("--microbatches", "4", "--name", "r", "--checkpoint-every", str(SAVED_EVERY))
+    for workers, processes, step in zip(WORKERS, PROCESSES, kills, strict=False):
+        (folder / "processes").write_text(str(processes))
+        (folder / "pace").write_text("0.0" if step - len(steps_in(folder)) > 40 else "0.01")
         with start_unisono(SCRIPT, folder, *options, workers=workers, script_args=behind) as started:
             until_step(started, folder, step)
             started.send(signal.SIGKILL)
             started.wait(expect=-signal.SIGKILL)
     (folder / "pace").unlink()
-    finished = run_unisono(SCRIPT, folder, *options, workers=4, script_args=behind)
+    (folder / "processes").write_text(str(PROCESSES[-1]))
+    finished = run_unisono(SCRIPT, folder, *options, workers=WORKERS[-1], script_args=behind)
     assert finished.weights_sha256 == calm.weights_sha256
     steps = steps_in(folder)
-    assert [step.step for step in steps] == list(range(1, total + 1))
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
     undisturbed = [event for event in calm.events if isinstance(event, events.StepFinished)]
     assert [step.loss for step in steps] == [step.loss for step in undisturbed]
     assert [step.samples for step in steps] == [step.samples for step in undisturbed]
     assert [step.lr for step in steps] == [step.lr for step in undisturbed]
     assert (folder / "seen").read_text() == (calm_folder / "seen").read_text()
     resumed = [event.step for event in events.read(RunDir(folder / "runs" / "r").events) if event.kind == "resumed"]
+    assert len(resumed) == len(kills)
     assert resumed == sorted(resumed)
-    assert resumed[-1] >= kills[-1] - 20, "it went on from an old checkpoint"
+    assert all(at >= kill - 2 * SAVED_EVERY for at, kill in zip(resumed, kills, strict=True)), "from an old checkpoint"
+    assert finished.run_dir is not None
+    learnt = -load_file(RunDir(finished.run_dir).weights)["tally"]
+    assert learnt.sum() == STEPS * BATCH
+    assert set(np.unique(learnt)) == {STEPS // PER_EPOCH, STEPS // PER_EPOCH + 1}, "a sample twice, or not at all"

@@ -70,7 +70,10 @@ data = unisono.Data(
     shards, shuffle=SETTINGS["shuffle"], block_shards=4, loader_processes=SETTINGS["processes"],
     on_bad=SETTINGS["on_bad"],
 )
-unisono.Trainer(model, optimizer, objective=objective, data=data, batch_size=BATCH, epochs=EPOCHS).fit()
+unisono.Trainer(
+    model, optimizer, objective=objective, data=data, batch_size=BATCH, epochs=EPOCHS,
+    eval_data=data if SETTINGS["evaluate"] else None,
+).fit()
 """
 _SETTINGS = {
     "limit": "1GB",
@@ -79,6 +82,7 @@ _SETTINGS = {
     "processes": 0,
     "on_bad": "stop",
     "bad": (),
+    "evaluate": False,
 }
 
 

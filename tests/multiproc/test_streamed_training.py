@@ -72,6 +72,14 @@ def test_bad_samples_are_replaced_and_counted_alike_on_any_number_of_workers(tmp
     assert f"{EPOCHS * len(bad)} samples skipped" in runs[0].output
 
 
+def test_bad_samples_of_an_evaluation_are_told_too(tmp_path: Path) -> None:
+    write_shards(tmp_path / "train")
+    text = script(tmp_path / "train", tmp_path / "cache", bad=(7, 100), on_bad="skip", evaluate=True)
+    finished = run_unisono(text, tmp_path, *MICROBATCHES, workers=2)
+    assert len(finished.events_of(events.Evaluated)) == EPOCHS
+    assert sum(event.skipped for event in finished.events_of(events.DataRead)) == 2 * EPOCHS * 2
+
+
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_damaged_shard_stops_the_run_by_name(processes: int, tmp_path: Path) -> None:
     write_shards(tmp_path / "train", "zstd")

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from unisono.core.errors import DataDamaged, DataUnreachable, SetupError
 from unisono.data import cache as cache_module
-from unisono.data import fetching
+from unisono.data import fetching, place
 from unisono.data.blocks import Blocks
 from unisono.data.look_ahead import LookAhead
 from unisono.data.order import Order
@@ -273,3 +273,28 @@ def test_lengths_of_documents_are_learnt_once(far_away: str, tmp_path: Path) -> 
     assert not again.taken()
     assert not hasattr(Shards(url, cache=tmp_path), "lengths")
     assert not hasattr(Shards(url, cache=tmp_path, columns="text"), "lengths")
+
+
+def test_an_index_whose_storage_does_not_answer_is_given_up_by_name(
+    far_away: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thaw = threading.Event()
+
+    class Mute(Flaky):
+        protocol = "mute"
+
+        def cat_file(self, *_: object, **__: object) -> bytes:
+            thaw.wait(30)
+            return b""
+
+    fsspec.register_implementation("mute", Mute, clobber=True)
+    monkeypatch.setattr(place, "_ANSWER_S", 0.02)
+    monkeypatch.setattr(place, "_FIRST_WAIT_S", 0.01)
+    begun_s = time.monotonic()
+    try:
+        with pytest.raises(DataUnreachable, match=r"index\.json cannot be read") as caught:
+            Shards(f"mute://{far_away}")
+    finally:
+        thaw.set()
+    assert "no answer within" in caught.value.cause
+    assert time.monotonic() - begun_s < 10

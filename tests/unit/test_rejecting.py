@@ -54,6 +54,13 @@ def test_replacements_and_counts_do_not_depend_on_how_the_epoch_is_cut(size: int
     assert guarded.taken().skipped == 3
 
 
+def test_a_sample_that_is_met_again_is_counted_again_and_told_once() -> None:
+    guarded = Guarded(Numbers(10, bad=[3]))
+    guarded.__getitems__([3, 4])
+    guarded.__getitems__([3, 5])
+    assert guarded.taken() == Taken(skipped=2, bad=("sample 3: too dark",))
+
+
 def test_many_bad_samples_are_all_counted_and_the_first_few_told() -> None:
     guarded = Guarded(Numbers(100, bad=range(0, 100, 2)))
     guarded.__getitems__(range(100))

@@ -9,16 +9,14 @@ the cache; decides nothing about which shards are wanted or where they are kept.
 from __future__ import annotations
 
 import os
-import queue
 import random
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 from unisono.core.errors import DataDamaged, DataMissing, DataUnreachable, SetupError
 from unisono.core.process import describe
+from unisono.data.deadline import within
 from unisono.data.index import ShardEntry
 from unisono.data.place import Place
 from unisono.data.schema import damaged
@@ -142,23 +140,3 @@ def _write(file: IO[bytes], piece: memoryview) -> None:
 
 
 _AGAIN = "copy it again from where it is whole"
-
-
-def within(seconds: float, work: Callable[[], bytes]) -> bytes:
-    """What `work` returns or raises; TimeoutError if it takes longer, and then it is left behind."""
-    answer: queue.SimpleQueue[tuple[bytes, Any]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            answer.put((work(), None))
-        except BaseException as error:
-            answer.put((b"", error))
-
-    threading.Thread(target=run, name="unisono-fetch", daemon=True).start()
-    try:
-        result, error = answer.get(timeout=max(seconds, 0.0))
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-    if error is not None:
-        raise error
-    return result

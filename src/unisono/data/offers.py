@@ -32,7 +32,7 @@ class Taken:
 
     def __add__(self, other: Taken) -> Taken:
         sums = {each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(self)}
-        return Taken(**{**sums, "bad": sums["bad"][:_MOST_SHOWN]})
+        return Taken(**{**sums, "bad": tuple(dict.fromkeys(sums["bad"]))[:_MOST_SHOWN]})  # each is told once
 
     def __bool__(self) -> bool:
         return self != Taken()

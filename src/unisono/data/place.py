@@ -21,10 +21,14 @@ from typing import Any, TypeVar
 
 from unisono.core.errors import DataMissing, DataUnreachable, EmptyData, SetupError, UnisonoError
 from unisono.core.process import describe
+from unisono.data.deadline import within
 from unisono.data.schema import damaged
 
 _T = TypeVar("_T")
-_ATTEMPTS, _FIRST_WAIT_S = 4, 0.5
+_ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
+_ANSWER_S = 10.0  # for the first attempt on other storage; each further one gets twice as long
+_LIST_LONGER_S = 50.0  # many answers, one after the other
+_SLOWEST_BYTES_S = 1 << 20  # of a transfer that still counts as one
 _AHEAD_BYTES, _NEAR_BYTES = 4 << 20, 64 << 10  # read ahead by whoever reads in order, or nearly
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -64,11 +68,17 @@ def _connect(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def explained(name: str, verb: str, action: Callable[[], _T], attempts: int = 1) -> _T:
-    """What `action` returns; what it raises in words. Tried again only where the storage may think better of it."""
+def asked(name: str, verb: str, action: Callable[[], _T], longer_s: float = 0.0) -> _T:
+    """`explained`, of other storage than this machine's: it may think better of it, or not answer at all."""
+    return explained(name, verb, action, _ATTEMPTS, _ANSWER_S + longer_s)
+
+
+def explained(name: str, verb: str, action: Callable[[], _T], attempts: int = 1, answer_s: float | None = None) -> _T:
+    """What `action` returns; what it raises in words. `answer_s` limits the first attempt, and each further one by
+    twice as much."""
     for attempt in itertools.count(1):
         try:
-            return action()
+            return action() if answer_s is None else within(answer_s * 2 ** (attempt - 1), action)
         except FileNotFoundError:
             raise DataMissing(f"there is no {name}", do="correct the address, or copy the file there") from None
         except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
@@ -106,7 +116,7 @@ class Place:
         if self.local is not None:
             path = Path(self.local, file)
             return explained(self.name(file), "read", path.read_bytes)
-        return explained(self.name(file), "read", lambda: self._read_remote(file), _ATTEMPTS)
+        return asked(self.name(file), "read", lambda: self._read_remote(file))
 
     def _read_remote(self, file: str) -> bytes:
         system, root = self._opened.get()
@@ -118,7 +128,7 @@ class Place:
             return [self.read(file) for file in files]
         system, root = self._opened.get()
         paths = [f"{root.rstrip('/')}/{file}" for file in files]
-        found = explained(self.url, "read", lambda: system.cat(paths, on_error="omit"), _ATTEMPTS)
+        found = asked(self.url, "read", lambda: system.cat(paths, on_error="omit"), 0.1 * len(paths))
         # What did not come is asked for by itself: it comes now, or the error names it.
         return [
             bytes(found[path]) if path in found else self.read(file) for path, file in zip(paths, files, strict=True)
@@ -130,7 +140,8 @@ class Place:
             explained(self.name(file), "written", lambda: _write_local(Path(str(self.local), file), pieces))
         else:
             whole = b"".join(pieces)
-            explained(self.name(file), "written", lambda: self._write_remote(file, whole), _ATTEMPTS)
+            longer_s = len(whole) / _SLOWEST_BYTES_S
+            asked(self.name(file), "written", lambda: self._write_remote(file, whole), longer_s)
 
     def _write_remote(self, file: str, data: bytes) -> None:
         system, root = self._opened.get()
@@ -160,7 +171,7 @@ class Place:
     def _list_remote(self, action: Callable[[Any, str], Any]) -> list[dict[str, Any]]:
         try:
             self._opened.get()[0].invalidate_cache()  # others may have written since
-            return list(explained(self.url, "listed", lambda: action(*self._opened.get()), _ATTEMPTS))
+            return list(asked(self.url, "listed", lambda: action(*self._opened.get()), _LIST_LONGER_S))
         except DataMissing:
             return []
 
@@ -171,7 +182,7 @@ class Place:
                 explained(self.name(file), "removed", Path(self.local, file).unlink)
             else:
                 system, root = self._opened.get()
-                explained(self.name(file), "removed", lambda: system.rm_file(f"{root.rstrip('/')}/{file}"), _ATTEMPTS)
+                asked(self.name(file), "removed", lambda: system.rm_file(f"{root.rstrip('/')}/{file}"))
 
 
 def _write_local(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -205,7 +216,7 @@ class FileBytes:
         self._opened = _Opened(self.url)
         self._handle: int | None = None
         self._ahead, self._ahead_from, self._last_end = b"", 0, 0
-        self.size: int = explained(self.url, "read", self._size, 1 if self.local is not None else _ATTEMPTS)
+        self.size: int = (explained if self.local is not None else asked)(self.url, "read", self._size)
 
     def _size(self) -> int:
         if self.local is not None:
@@ -222,7 +233,7 @@ class FileBytes:
         if self.local is not None:
             data = explained(self.url, "read", lambda: self._read_local(start, length))
         else:
-            data = explained(self.url, "read", lambda: self._read_remote(start, length), _ATTEMPTS)
+            data = asked(self.url, "read", lambda: self._read_remote(start, length), length / _SLOWEST_BYTES_S)
         if len(data) != length:
             raise damaged(
                 self.url,
@@ -277,11 +288,11 @@ class FileBytes:
 def expand(urls: Urls, suffixes: Sequence[str] = ()) -> list[str]:
     """The files that are meant: one or several URLs; ``*`` for any name, ``{000..123}`` for numbers; or a folder, of
     which the files that end so are taken."""
-    asked = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
-    found = [file for url in asked for numbered in _numbered(url) for file in _files_of(numbered, suffixes)]
+    wanted = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
+    found = [file for url in wanted for numbered in _numbered(url) for file in _files_of(numbered, suffixes)]
     if not found:
         ending = f" ending in {' or '.join(suffixes)}" if suffixes else ""
-        raise EmptyData(f"there are no files{ending} at {', '.join(asked) or 'no address at all'}")
+        raise EmptyData(f"there are no files{ending} at {', '.join(wanted) or 'no address at all'}")
     return found
 
 
@@ -302,7 +313,8 @@ def _files_of(url: str, suffixes: Sequence[str]) -> list[str]:
         if path is not None:
             return sorted(file for file in glob.glob(path, recursive=True) if os.path.isfile(file))
         system, pattern = _Opened(url).get()
-        return sorted(system.unstrip_protocol(file) for file in explained(url, "listed", lambda: system.glob(pattern)))
+        found = asked(url, "listed", lambda: system.glob(pattern), _LIST_LONGER_S)
+        return sorted(system.unstrip_protocol(file) for file in found)
     if suffixes and not url.lower().endswith(tuple(suffixes)):
         place = Place(url)
         if inside := [place.name(file) for file in place.files() if file.lower().endswith(tuple(suffixes))]:

@@ -20,6 +20,7 @@ from unisono.core.errors import EmptyData, SetupError
 from unisono.core.ranges import split
 from unisono.core.seeds import apply, derive
 from unisono.data.loading import Data, open_loader
+from unisono.data.offers import Taken
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> one value a sample, or their mean
 
@@ -38,6 +39,7 @@ class Evaluation:
     measure: Callable[[Any, int], list[tuple[float, float]]]
     chunk: int
     seed: int
+    tell: Callable[[Taken], None]  # what reading it cost, and what was left out
 
     @torch.no_grad()
     def run(self, model: nn.Module, comm: Comm) -> dict[str, float]:
@@ -66,6 +68,7 @@ class Evaluation:
                 if data.step_in_epoch in chosen:
                     apply(derive(self.seed, "evaluate", data.step_in_epoch))
                     yield data.step_in_epoch, batch, data.counts[0]
+        self.tell(loader.taken())
         loader.close()
 
     def _combine(self, rows: dict[int, list[tuple[float, float]]], comm: Comm) -> dict[str, float]:

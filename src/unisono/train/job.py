@@ -25,6 +25,7 @@ from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec
 from unisono.data.loading import Data, Loader, StepData
+from unisono.data.offers import Taken
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
@@ -109,8 +110,11 @@ class Job:
         now_s = time.monotonic()
         if at_once or now_s - self.reading_told_s >= READING_TOLD_S:
             self.reading_told_s = now_s
-            if taken := self.loader.taken():
-                self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
+            self.tell_taken(self.loader.taken())
+
+    def tell_taken(self, taken: Taken) -> None:
+        if taken:
+            self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
 
     # --- the session's view
 

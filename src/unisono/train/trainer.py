@@ -234,7 +234,7 @@ class Trainer:
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)
-        evaluation = Evaluation(data, ("loss", *self.metrics), measure_batch, chunk, job.spec.seed)
+        evaluation = Evaluation(data, ("loss", *self.metrics), measure_batch, chunk, job.spec.seed, job.tell_taken)
         return lambda: evaluation.run(self.model, job.comm)
 
     def _step_schedule(self) -> None:
