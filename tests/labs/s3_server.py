@@ -28,6 +28,7 @@ import s3fs
 BUCKET = "checkpoints"
 ACCESS_KEY, SECRET_KEY = "a-test-access-key", "a-test-secret-key-that-no-message-may-show"
 _READY_WITHIN_S = 60.0
+_DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # also if the tests are killed
 _MEMORY = "300MiB"  # above it, the server collects its garbage before it asks for more
 _PORTS = (
     "master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc", "s3.port",
@@ -143,7 +144,8 @@ def _launch(folder: Path) -> S3Server:
     ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
     sockets = {f"{part}.localSocket": folder / f"{part}.sock" for part in ("filer", "s3")}
     options = {**_SETTINGS, **ports, **sockets, "dir": data, "s3.config": config}
-    command = [program, "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())]
+    settings = [f"-{name}={value}" for name, value in options.items()]
+    command = [*_DIES_WITH_US, program, "server", "-filer", "-s3", *settings]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             command,
