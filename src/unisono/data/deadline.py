@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 _T = TypeVar("_T")
 
@@ -35,8 +35,8 @@ def within(seconds: float, work: Callable[[], _T]) -> _T:
     return settled()
 
 
-def _raising(error: BaseException) -> Callable[[], _T]:
-    def raise_it() -> _T:
+def _raising(error: BaseException) -> Callable[[], NoReturn]:
+    def raise_it() -> NoReturn:
         raise error
 
     return raise_it
