@@ -41,9 +41,9 @@ def rounds_for(kilobytes: int, quick: bool) -> int:
 def work(worker: int, workers: int, folder: Path, quick: bool) -> None:
     import torch
 
-    from unisono.comm.direct import DirectReducer
     from unisono.comm.mesh import MeshComm
     from unisono.comm.process_group import ProcessGroupComm
+    from unisono.comm.reducers.direct import DirectReducer
     from unisono.comm.seam import Comm
     from unisono.core.membership import even
     from unisono.wire.certificate import Certificate

@@ -18,9 +18,15 @@ if TYPE_CHECKING:
     from unisono import data as data
     from unisono.core.errors import UnisonoError as UnisonoError
     from unisono.data.loading import Data as Data
+    from unisono.parallel.local import LocalSteps as LocalSteps
     from unisono.train.context import first_worker as first_worker
     from unisono.train.context import set_script_seed as seed
     from unisono.train.evaluation import accuracy as accuracy
+    from unisono.train.learning_rate import WarmUp as WarmUp
+    from unisono.train.learning_rate import scaled_lr as scaled_lr
+    from unisono.train.optimizers.lamb import LAMB as LAMB
+    from unisono.train.optimizers.lars import LARS as LARS
+    from unisono.train.optimizers.layerwise import layer_groups as layer_groups
     from unisono.train.options import Callback as Callback
     from unisono.train.options import Clip as Clip
     from unisono.train.options import EarlyStop as EarlyStop
@@ -32,19 +38,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "LAMB",
+    "LARS",
     "Callback",
     "Clip",
     "Data",
     "EarlyStop",
     "EpochInfo",
+    "LocalSteps",
     "Result",
     "StepInfo",
     "Trainer",
     "UnisonoError",
+    "WarmUp",
     "accuracy",
     "attach",
     "data",
     "first_worker",
+    "layer_groups",
+    "scaled_lr",
     "seed",
 ]
 
@@ -54,13 +66,19 @@ _HOMES = {
     "Data": "unisono.data.loading",
     "EarlyStop": "unisono.train.options",
     "EpochInfo": "unisono.train.options",
+    "LAMB": "unisono.train.optimizers.lamb",
+    "LARS": "unisono.train.optimizers.lars",
+    "LocalSteps": "unisono.parallel.local",
     "Result": "unisono.train.options",
     "StepInfo": "unisono.train.options",
     "Trainer": "unisono.train.trainer",
     "UnisonoError": "unisono.core.errors",
+    "WarmUp": "unisono.train.learning_rate",
     "accuracy": "unisono.train.evaluation",
     "attach": "unisono.train.own_loop",
     "first_worker": "unisono.train.context",
+    "layer_groups": "unisono.train.optimizers.layerwise",
+    "scaled_lr": "unisono.train.learning_rate",
 }
 
 

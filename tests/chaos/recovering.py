@@ -289,7 +289,5 @@ class Watch:
 
 def _shared_memory() -> list[str]:
     """Names in shared memory, but those that say which living process they belong to, as torch's do."""
-    names = [path.name for path in SHARED_MEMORY.iterdir()]
-    return [
-        name for name in names if not any(part.isdigit() and psutil.pid_exists(int(part)) for part in name.split("_"))
-    ]
+    living = set(map(str, psutil.pids()))
+    return [path.name for path in SHARED_MEMORY.iterdir() if not living.intersection(path.name.split("_"))]

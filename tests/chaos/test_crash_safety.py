@@ -314,7 +314,8 @@ def test_a_run_whose_disk_fails_trains_to_its_end_says_what_and_can_go_on_later(
     (tmp_path / "act").unlink()
     told = newest_told(finished)  # before the same record goes on
     again = run(tmp_path)
-    assert [event.step for event in again.events_of(events.Resumed)] == [told]
+    (resumed,) = again.events_of(events.Resumed)
+    assert resumed.step >= told, "one whose last fsync failed may be there all the same, whole and untold"
     assert again.weights_sha256 == calm_hash
     assert_all_good(tmp_path)
 

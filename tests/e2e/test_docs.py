@@ -39,11 +39,23 @@ def blocks(path: Path, language: str) -> dict[str, str]:
 
 SCRIPTS = blocks(TRAINING, "python")
 DATA_SCRIPTS = blocks(ROOT / "docs" / "data.md", "python")
+LARGE_BATCH_SCRIPTS = blocks(ROOT / "docs" / "large-batches.md", "python")
+LOCAL_SCRIPTS = blocks(ROOT / "docs" / "local-steps.md", "python")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_in_the_users_guide_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     run_python(SCRIPTS[name], tmp_path, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", LARGE_BATCH_SCRIPTS)
+def test_a_script_in_the_guide_to_large_batches_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    run_python(LARGE_BATCH_SCRIPTS[name], tmp_path, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", LOCAL_SCRIPTS)
+def test_a_script_in_the_guide_to_local_steps_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    run_python(LOCAL_SCRIPTS[name], tmp_path, timeout_s=60)
 
 
 @pytest.mark.parametrize("name", DATA_SCRIPTS)
@@ -52,10 +64,10 @@ def test_a_script_in_the_guide_to_data_runs_as_it_stands(name: str, tmp_path: Pa
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_the_scripts_of_the_users_guide_use_every_public_name() -> None:
+def test_the_scripts_of_the_guides_use_every_public_name() -> None:
     import unisono
 
-    text = "\n".join(SCRIPTS.values())
+    text = "\n".join([*SCRIPTS.values(), *LARGE_BATCH_SCRIPTS.values(), *LOCAL_SCRIPTS.values()])
     in_signatures = {"EpochInfo", "Result", "StepInfo", "UnisonoError"}  # what a script gets, and need not name
     assert [name for name in unisono.__all__ if name not in in_signatures and f"unisono.{name}" not in text] == []
 

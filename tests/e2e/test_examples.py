@@ -20,6 +20,7 @@ RUNS = {
     "05_stream.py": (),
     "06_mnist.py": (),
     "08_shards.py": (),
+    "09_large_batch.py": (),
 }
 AT_LEAST = {
     "01_digits.py": 0.975,
@@ -27,6 +28,7 @@ AT_LEAST = {
     "04_own_loop.py": 0.85,
     "06_mnist.py": 0.3,
     "08_shards.py": 0.85,
+    "09_large_batch.py": 0.95,
 }
 
 

@@ -90,6 +90,28 @@ def test_every_chunk_has_one_writer_and_the_same_one_each_time(specs: dict[str, 
     assert assign(plans, writers) == shares
 
 
+def test_what_one_worker_holds_is_written_by_it_and_the_rest_makes_up_for_it() -> None:
+    specs = {f"model.{number:02d}": TensorSpec("F32", (400_000,)) for number in range(12)}
+    held = {f"carried.{m}.{name}": m % 3 for m in (0, 1, 2, 10) for name in ("big", "x.exp", "x.step")}
+    sizes = {"big": 700_000, "x.exp": 50, "x.step": 1}
+    specs |= {name: TensorSpec("F32", (sizes[name.split(".", 2)[2]],)) for name in held}
+    plans = plan_chunks(specs)
+    shares = assign(plans, 3, held)
+    for writer, share in enumerate(shares):
+        assert {held.get(part.name, writer) for plan in share for part in plan.slices} == {writer}
+    assert sorted(plan.id for share in shares for plan in share) == sorted(plan.id for plan in plans)
+    loads = [sum(plan.bytes for plan in share) for share in shares]
+    assert max(loads) - min(loads) <= max(plan.bytes for plan in plans)
+    groups = [{part.name.split(".")[1] for part in plan.slices} for plan in plans if len(plan.slices) > 1]
+    assert groups == [{"0"}, {"1"}, {"10"}, {"2"}], "a chunk never needs two holders"
+
+
+@given(some_specs.map(lambda specs: {f"carried.{name}": spec for name, spec in specs.items()}))
+def test_a_chunk_of_carried_state_is_of_one_microbatch(specs: dict[str, TensorSpec]) -> None:
+    for plan in plan_chunks(specs):
+        assert len({part.name.split(".")[1] for part in plan.slices}) == 1
+
+
 def test_writers_get_equal_shares_by_bytes() -> None:
     specs = {f"model.{number:03d}": TensorSpec("F32", (300_000 + 7_001 * number,)) for number in range(60)}
     plans = plan_chunks(specs)

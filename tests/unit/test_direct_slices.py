@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.comm.direct import slices
+from unisono.comm.slicing import slices
 
 ELEMENTS_PER_LINE = 16  # of float32: 64 bytes
 

@@ -1,95 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that save together: who writes what, what is told with a step, and what happens when somebody cannot.
-
-The workers are threads with a store in memory; a step is one exchange of what they say about checkpoints.
-"""
+"""Workers that save together: who writes what, what is told with a step, and what happens when somebody cannot."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, TypeVar
-
 import pytest
-import torch
 from memory_store import MemoryStore
-from torch import Tensor
+from saving_teams import Team
 
 from unisono.checkpoint.listing import list_steps, newest_good
 from unisono.checkpoint.reading import read_tensors
 from unisono.checkpoint.store import Data
-from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events
 from unisono.core.errors import StoreFailed
 from unisono.core.interval import Interval
-from unisono.core.membership import even
-from unisono.train.checkpoints import Checkpoints, Riders
-from unisono.train.saving import Keeping
-
-T = TypeVar("T")
-
-
-class Team:
-    """So many workers that train a state of a few tensors: every step adds one to all of them."""
-
-    def __init__(self, stores: list[MemoryStore | None], every: Interval, keep: int = 2) -> None:
-        self.step, self.told, self.lock = 0, list[events.Event](), threading.Lock()
-        self.state = {f"model.{i}": torch.full((300_000 + i,), float(i)) for i in range(5)}
-        self.members = list(range(len(stores)))
-        hub = Hub()
-        self.comms = [ThreadComm(hub, worker) for worker in self.members]
-        self.each(lambda worker: self.comms[worker].reconfigure(even(1, tuple(self.members), len(self.members))))
-        self.checkpoints = [
-            Checkpoints(worker, store, None, every, Keeping(keep), self.capture, self.hear, lambda: "ab" * 16)
-            for worker, store in enumerate(stores)
-        ]
-
-    def hear(self, event: events.Event) -> None:
-        with self.lock:
-            self.told.append(event)
-
-    def of(self, kind: type[T]) -> list[T]:
-        return [event for event in self.told if isinstance(event, kind)]
-
-    def capture(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any], Collection[str]]:
-        return self.state, {"step": self.step}, frozenset(self.state)
-
-    def each(self, work: Callable[[int], None]) -> None:
-        """On every worker at once; what one raises is raised here."""
-        errors: list[BaseException] = []
-
-        def guarded(worker: int) -> None:
-            try:
-                work(worker)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(worker,)) for worker in self.members]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        if errors:
-            raise errors[0]
-
-    def do_step(self, settle: bool = True) -> None:
-        rows = [each.riders(self.step + 1, worker == 0) for worker, each in enumerate(self.checkpoints)]
-        for each in self.checkpoints:
-            each.await_copy()
-        for tensor in self.state.values():
-            tensor += 1
-        self.step += 1
-        self.each(lambda worker: self._after(worker, rows))
-        if settle:  # so that what is told with the next step does not depend on the machine
-            for each in self.checkpoints:
-                if each._save is not None:
-                    each._save.wait()
-
-    def _after(self, worker: int, rows: list[Riders]) -> None:
-        self.checkpoints[worker].after_step(self.step, rows, self.members, self.comms[worker], False, True)
-
-    def finish(self) -> None:
-        self.each(lambda worker: self.checkpoints[worker].finish(self.step, self.members, self.comms[worker]))
 
 
 def test_each_writes_its_share_of_one_checkpoint_and_the_first_commits_it() -> None:

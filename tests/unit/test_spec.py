@@ -133,6 +133,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(key: str, hint: st
         ("hang_after", 0),
         ("grace", 0),
         ("verify_every", -1),
+        ("noise_every", -1),
         ("balance", "sometimes"),
         ("local", 0),
         ("workers", 2.5),
@@ -164,6 +165,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "hang_after": 60.0,
         "grace": 30.0,
         "verify_every": 100,
+        "noise_every": 50,
         "balance": True,
         "faults": "",
         "listen": "",
@@ -175,6 +177,12 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "keep_every": None,
         "keep_best": "",
         "resume": "auto",
+        "comm": "auto",
+        "compress": "",
+        "strategy": "",
+        "local_steps": None,
+        "outer": "",
+        "plaintext": False,
     }
 
 

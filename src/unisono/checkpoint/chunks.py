@@ -2,8 +2,9 @@
 """Which tensors go into which chunk, and which writer writes it: pure functions of names, types and shapes.
 
 A chunk is a safetensors file with one tensor, with one piece of a large tensor, or with a group of small tensors of one
-family (what stands before the first dot: `model`, `optimizer`, `own`). The rule sees no values and no workers, so the
-same state is cut in the same way every time, and a chunk in which nothing changed keeps its hash. Called by `parts`.
+family (what stands before the first dot: `model`, `optimizer`, `own`; of what is carried, one microbatch: `carried.3`).
+The rule sees no values and no workers, so the same state is cut in the same way every time, and a chunk in which
+nothing changed keeps its hash. Called by `parts`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from types import MappingProxyType
 
 from unisono.checkpoint.header import Extent, encode_header
-from unisono.checkpoint.specs import TensorSpec
+from unisono.checkpoint.specs import CARRIED, TensorSpec
 
 PIECE_BYTES = 64 << 20  # a tensor above it is cut: bounds the memory of every reader, and spreads it over the writers
 SMALL_BYTES = 1 << 20  # a tensor below it shares a chunk: an object of its own would cost more than its bytes
 GROUP_BYTES = 8 << 20
 GROUP_TENSORS = 4096
+_FREE: Mapping[str, int] = MappingProxyType({})
 ALONE = "data"  # the name of the one tensor of a chunk: with its own, tied weights would be stored twice
 
 
@@ -114,14 +117,23 @@ def _pieces(name: str, spec: TensorSpec) -> list[Slice]:
 
 
 def _family(name: str) -> str:
-    return name.partition(".")[0]
+    """What may share a chunk. A microbatch's state has one holder, so it shares with nothing else."""
+    parts = name.split(".", 2)
+    return ".".join(parts[:2]) if name.startswith(CARRIED) else parts[0]
 
 
-def assign(plans: Sequence[ChunkPlan], writers: int) -> list[list[ChunkPlan]]:
-    """Each chunk to one writer, balanced by bytes: the largest first, always to whom has least so far."""
-    loads = [(0, writer) for writer in range(writers)]
+def assign(plans: Sequence[ChunkPlan], writers: int, bound: Mapping[str, int] = _FREE) -> list[list[ChunkPlan]]:
+    """Each chunk to one writer, balanced by bytes: the largest first, always to whom has least so far. Tensors in
+    `bound` can only be written by that writer."""
     mine: list[list[int]] = [[] for _ in range(writers)]
-    for index in sorted(range(len(plans)), key=lambda index: (-plans[index].bytes, index)):
+    free: list[int] = []
+    for index, plan in enumerate(plans):
+        holders = {bound.get(part.name, -1) for part in plan.slices}
+        assert len(holders) == 1, f"{plan} has several holders"
+        (free if holders == {-1} else mine[holders.pop()]).append(index)
+    loads = [(sum(plans[index].bytes for index in indices), writer) for writer, indices in enumerate(mine)]
+    heapq.heapify(loads)
+    for index in sorted(free, key=lambda index: (-plans[index].bytes, index)):
         load, writer = loads[0]
         mine[writer].append(index)
         heapq.heapreplace(loads, (load + plans[index].bytes, writer))

@@ -16,11 +16,13 @@ from unisono.checkpoint.dtypes import ITEM_BYTES, SAFETENSORS_NAME
 from unisono.core.errors import Unstorable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 MOST_DIMENSIONS = 64  # what torch itself can iterate over
 MOST_BYTES = 1 << 62
 RESERVED = "__metadata__"  # safetensors' own entry in every header
+CARRIED = "carried."  # before the names of what belongs to a microbatch, and so to the worker that computes it
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,18 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that only one worker has; all know what it is."""
+
+    spec: TensorSpec
+    holder: int  # worker
+
+
+def carried_name(microbatch: int, name: str) -> str:
+    return f"{CARRIED}{microbatch}.{name}"
 
 
 def spec_from(dtype: object, shape: object) -> TensorSpec:
@@ -81,6 +95,14 @@ def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
                 do="convert it first, or keep it out of the state (persistent=False for a buffer)",
             ) from None
     return {name: found[name] for name in sorted(found)}
+
+
+def declared(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorSpec:
+    """Of a tensor that is elsewhere. Raises Unstorable, which names it."""
+    short = str(dtype).removeprefix("torch.")
+    if short not in SAFETENSORS_NAME or len(shape) > MOST_DIMENSIONS:
+        raise Unstorable(f"the tensor {name!r} cannot be saved in a checkpoint: it is {short} {list(shape)}")
+    return TensorSpec(SAFETENSORS_NAME[short], tuple(shape))
 
 
 def _spec(tensor: object) -> TensorSpec:

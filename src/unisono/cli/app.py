@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from unisono.cli.bench import bench_app
 from unisono.cli.checkpoint import app as checkpoint_app
 from unisono.cli.data import data_app
 from unisono.cli.receipt import app as receipt_app
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 
 
+app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app)
 app.add_typer(data_app, name="data")
 app.add_typer(receipt_app)
@@ -117,6 +119,9 @@ def run(
     verify_every: Annotated[
         int | None, typer.Option(help="Steps between comparisons of the workers' weights (default 100, 0: never).")
     ] = None,
+    noise_every: Annotated[
+        int | None, typer.Option(help="Steps between measurements of the gradient noise (default 50, 0: never).")
+    ] = None,
     balance: Annotated[
         bool | None, typer.Option("--balance/--no-balance", help="Give slow workers fewer microbatches (default).")
     ] = None,
@@ -125,6 +130,33 @@ def run(
     ] = None,
     local: Annotated[
         int | None, typer.Option(help="Workers on this machine (default: MAX, with --listen MIN).")
+    ] = None,
+    comm: Annotated[
+        str | None,
+        typer.Option(
+            help="How gradients are added: auto (default), direct, ring, tree, double-tree, halving, hierarchical, "
+            "backend.",
+            metavar="NAME",
+        ),
+    ] = None,
+    compress: Annotated[
+        str | None,
+        typer.Option(
+            help="Send fewer bytes: fp16, bf16, int8, int4, onebit, topk:0.01, randomk:0.01 or powersgd:4.",
+            metavar="CODEC",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="allreduce (default), or local: replicas that meet once a round.")
+    ] = None,
+    local_steps: Annotated[
+        int | None, typer.Option(help="With --strategy local: updates in a round (default 16).", metavar="H")
+    ] = None,
+    outer: Annotated[
+        str | None, typer.Option(help="With --strategy local: average (default), or nesterov (DiLoCo).")
+    ] = None,
+    plaintext: Annotated[
+        bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
     faults: Annotated[str | None, typer.Option(help="A plan of faults to rehearse (TOML).", metavar="FILE")] = None,
     checkpoint_every: Annotated[
@@ -154,6 +186,7 @@ def run(
 
     Options of the script itself go behind --:  unisono run train.py --workers 4 -- --lr 0.1
     """
+    from unisono.comm.codecs.spelling import read as read_codec
     from unisono.control.launch import launch
     from unisono.core.spec import read_spec_file
 
@@ -163,10 +196,14 @@ def run(
         "rejoin_within": rejoin_within, "hang_after": hang_after, "grace": grace, "verify_every": verify_every,
         "balance": balance, "listen": listen, "local": local, "faults": faults, "checkpoint_every": checkpoint_every,
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
-        "keep_best": keep_best, "resume": resume, "stop_after": stop_after,
+        "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
+        "strategy": strategy, "local_steps": local_steps, "outer": outer, "plaintext": plaintext,
+        "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}
+    if values.get("compress"):
+        read_codec(str(values["compress"]))
     raise SystemExit(launch(values, str(spec) if spec and not script else "unisono run"))
 
 

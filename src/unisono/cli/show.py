@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.weights import hash_file
+from unisono.control.comm_report import FILE_NAME, choices_table, series_of, write_plot
+from unisono.control.comm_report import summary as measured
 from unisono.control.story import formatted, shortened, write_story
 from unisono.control.strips import STYLES, compact_history
 from unisono.control.summary import Summary, summarise
 from unisono.control.timeline import write_timeline
+from unisono.core.comm_words import slowest_link
 from unisono.core.errors import UsageError
 from unisono.core.fingerprint import Fingerprint, explain
 from unisono.core.progress import PARTS, duration, format_metrics
@@ -90,6 +93,10 @@ def show_run(name: str) -> None:
         console.print(
             f"epoch {entry.epoch}  step {entry.step}  {format_metrics(entry.metrics)}", highlight=False, markup=False
         )
+    if summary.result and "comm" in summary.result:  # of unisono bench comm
+        console.print("\n".join(["", *measured(summary.result["comm"])]), highlight=False, markup=False)
+    if summary.chosen:
+        _print_communication(console, summary, run_dir)
     if summary.history.is_eventful:
         _print_what_happened(console, summary, run_dir)
 
@@ -112,6 +119,19 @@ def _where_the_time_went(summary: Summary) -> Any:
     if len(chosen) < len(everyone):
         table.caption, table.caption_justify = f"and {len(everyone) - len(chosen)} that are gone", "left"
     return table
+
+
+def _print_communication(console: Console, summary: Summary, run_dir: RunDir) -> None:
+    """What the autopilot chose for which size and why, and the picture of it."""
+    last = summary.chosen[-1]
+    console.print()
+    for line in choices_table(last):
+        console.print(line, highlight=False, markup=False)
+    try:
+        plot = write_plot(run_dir.path / FILE_NAME, series_of(summary.chosen), "all-reduce", slowest_link(last))
+        console.print(f"plot      {plot}", highlight=False, markup=False)
+    except OSError as error:
+        console.print(f"plot      not written: {error.strerror}", highlight=False, markup=False)
 
 
 def _print_what_happened(console: Console, summary: Summary, run_dir: RunDir) -> None:

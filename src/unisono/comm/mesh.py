@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unisono.comm.direct import slices
 from unisono.comm.mesh_door import Door, Meeting
 from unisono.comm.mesh_link import Loss
 from unisono.comm.mesh_pump import Pump
 from unisono.comm.seam import DONE, Message, Op, Pending
+from unisono.comm.slicing import slices
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 from unisono.wire.certificate import Certificate

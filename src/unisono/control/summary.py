@@ -15,6 +15,7 @@ from typing import Any
 from unisono.control.history import History
 from unisono.control.story import Story
 from unisono.core import events
+from unisono.core.comm_words import describe_choice, slowest_link
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, describe_reading, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
@@ -38,6 +39,8 @@ class Summary:
     generation: int = 0
     saved: events.CheckpointSaved | None = None
     read: events.DataRead = field(default_factory=events.DataRead)
+    noise: str = ""
+    chosen: list[events.CommChosen] = field(default_factory=list)
     evaluations: list[events.Evaluated] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     history: History = field(default_factory=History)
@@ -71,8 +74,11 @@ class Summary:
             ("time", duration(ended_s - self.started_s)),
             ("checkpoint", f"step {self.saved.step:,}, {size(self.saved.bytes)}" if self.saved else ""),
             ("data", describe_reading(self.read)),
+            ("noise", self.noise),
+            ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
+            ("slowest link", slowest_link(self.chosen[-1]) if self.chosen else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
-            ("weights", f"sha256 {result['weights_sha256']}" if result else ""),
+            ("weights", f"sha256 {result['weights_sha256']}" if result.get("weights_sha256") else ""),
             *[("note", text) for text in self.notices],
         ]
         return [(label, text) for label, text in rows if text]
@@ -126,10 +132,15 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.saved = event
     elif isinstance(event, events.DataRead):
         summary.read += event
+    elif isinstance(event, events.NoiseScale):
+        summary.noise = event.text
+    elif isinstance(event, events.CommChosen):
+        summary.chosen.append(event)
     elif isinstance(event, events.Evaluated):
         summary.evaluations.append(event)
     elif isinstance(event, events.Notice):
-        summary.notices.append(event.text)
+        if event.code != "bench":  # the progress of a measurement: its tables say more
+            summary.notices.append(event.text)
     elif isinstance(event, events.RunFinished):
         summary.result = event.result
     elif isinstance(event, events.RunFailed):

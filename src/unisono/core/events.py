@@ -271,6 +271,36 @@ class RunFailed(Event):
     exit_code: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class CommChosen(Event):
+    """How vectors are added over the workers from now on, by their bytes, and the link that takes longest for 1 MB."""
+
+    kind = "comm_chosen"
+    generation: int
+    algorithms: dict[str, str]  # bytes: what was chosen
+    because: dict[str, str]  # bytes: why
+    predicted_s: dict[str, dict[str, float]]  # bytes: algorithm: seconds by the model
+    tried_s: dict[str, dict[str, float]]  # the same, measured, where there was time for it
+    slowest_workers: list[int]
+    slowest_hosts: list[str]
+    latency_s: float  # of that link
+    bytes_per_s: float
+    seconds: float  # that measuring and trying took
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale(Event):
+    """The gradient noise scale as it stands: `samples` of a batch, or None where only `text` has something to say."""
+
+    kind = "noise_scale"
+    step: int
+    samples: float | None
+    noise: float  # the variance of one sample's gradient, all its elements together
+    signal: float  # the squared length of the true gradient
+    batch_size: int
+    text: str
+
+
 Sink = Callable[[Event], None]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from unisono.core import events
+from unisono.core.comm_words import describe_choice, slowest_link
 from unisono.core.errors import UnisonoError, from_dict
 from unisono.core.run_dir import RunDir
 
@@ -62,6 +63,7 @@ class Progress:
         self.recent: deque[events.StepFinished] = deque(maxlen=50)
         self.workers = 1
         self.read = events.DataRead()
+        self.noise = ""
         self._interval_s = _PLAIN_EVERY_S
         self._next_plain_s = 0.0
         self._paused = False
@@ -94,11 +96,13 @@ class Progress:
             self._line(f"skipped: {event.because}")
         elif isinstance(event, events.RunFinished):
             self.close()
-            self._line(describe_result(event.result, self.run_dir, describe_reading(self.read)))
+            self._line(describe_result(event.result, self.run_dir, describe_reading(self.read), self.noise))
         elif isinstance(event, events.DataRead):
             if event.skipped and not self.read.skipped:
                 self._line(f"skipped: {event.bad[0]}; its neighbour takes its place, and further ones are counted")
             self.read += event
+        elif isinstance(event, events.NoiseScale):
+            self.noise = event.text  # told at the end
         elif (text := describe_change(event)) is not None:
             self._line(text)
 
@@ -251,6 +255,9 @@ def describe_change(event: events.Event) -> str | None:
         )
     if isinstance(event, events.Resumed):
         return "\n".join([f"resumed  from the checkpoint of step {event.step} in {event.url}", *_differs(event)])
+    if isinstance(event, events.CommChosen):
+        link = slowest_link(event)
+        return f"comm     {describe_choice(event)}" + (f"; slowest link: {link}" if link else "")
     if isinstance(event, events.FaultFired):
         return f"fault of the plan: {event.fault} on worker {event.worker} in step {event.step} ({event.at})"
     return None
@@ -283,7 +290,7 @@ def describe_reading(read: events.DataRead) -> str:
     return ", ".join(rows + ([f"{read.retries:,} retries"] if read.retries else []))
 
 
-def describe_result(result: dict[str, Any], run_dir: RunDir, reading: str = "") -> str:
+def describe_result(result: dict[str, Any], run_dir: RunDir, reading: str = "", noise: str = "") -> str:
     rate = result["samples"] / result["seconds"] if result["seconds"] else 0.0
     early = f" (stopped early: {result['stopped_early']})" if result.get("stopped_early") else ""
     skipped = f", {result['skipped_steps']} skipped" if result.get("skipped_steps") else ""
@@ -291,6 +298,7 @@ def describe_result(result: dict[str, Any], run_dir: RunDir, reading: str = "") 
         f"done     {result['steps']:,} steps{skipped}, {result['samples']:,} samples in {duration(result['seconds'])}"
         f" ({rate:,.0f} samples/s){early}",
         *([f"data     {reading}"] if reading else []),
+        *([f"noise    {noise}"] if noise else []),
         f"metrics  {format_metrics(result['metrics']) or 'none: no eval_data was given'}",
         f"weights  sha256 {result['weights_sha256']}",
         f"run      {run_dir.path}",

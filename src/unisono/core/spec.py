@@ -21,7 +21,10 @@ from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, U
 from unisono.core.interval import parse_interval
 
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
-_FROM_ENVIRONMENT = ("seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume")
+_FROM_ENVIRONMENT = (
+    "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
+    "local_steps", "outer",
+)  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -75,6 +78,7 @@ class RunSpec(BaseModel):
     hang_after: float = Field(default=60.0, gt=0)
     grace: float = Field(default=30.0, gt=0)
     verify_every: int = Field(default=100, ge=0)
+    noise_every: int = Field(default=50, ge=0)
     balance: bool = True
     faults: str = ""
     listen: str = ""
@@ -86,6 +90,12 @@ class RunSpec(BaseModel):
     keep_every: int | None = Field(default=None, ge=1)
     keep_best: str = ""
     resume: Literal["auto", "never", "force"] = "auto"
+    comm: Literal["auto", "direct", "ring", "tree", "double-tree", "halving", "hierarchical", "backend"] = "auto"
+    compress: str = ""
+    strategy: Literal["", "allreduce", "local"] = ""
+    local_steps: int | None = Field(default=None, ge=1)
+    outer: Literal["", "average", "nesterov"] = ""
+    plaintext: bool = False
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -130,6 +140,8 @@ class JobSpec(BaseModel):
     clip: str = ""
     l1: float = 0.0
     batch_norm: str = "local"
+    compress: str = "none"
+    local: str = ""  # how replicas update on their own, empty: not at all
     parameters: int = 0
 
 

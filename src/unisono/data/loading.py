@@ -8,23 +8,20 @@ does it. Called by the loop; knows nothing of workers' fate.
 
 from __future__ import annotations
 
-import multiprocessing.process
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from unisono.core import process, stacks
 from unisono.core.errors import EmptyData, SetupError, suggest
 from unisono.core.ranges import split as split_evenly
 from unisono.core.seeds import apply, derive
 from unisono.data import offers
 from unisono.data.digest import digest
 from unisono.data.loader_failures import Failure, explain_death, failure_of, raise_here
+from unisono.data.loader_process import same, settle
 from unisono.data.look_ahead import Announcer
 from unisono.data.order import Order, Shuffle, Split
 from unisono.data.rejecting import guard
@@ -74,13 +71,18 @@ class Data:
 
 @dataclass(frozen=True)
 class StepData:
-    """One step's data for one worker."""
+    """One step's data for one worker. A step is one batch a microbatch, or several `turns` of each (see `rounds`)."""
 
     epoch: int
     step_in_epoch: int
     counts: tuple[int, ...]  # true sample counts of all M microbatches
-    batches: Iterable[Any]  # one for each local microbatch, in order; None where it has no samples
+    batches: Iterable[Any]  # one for each turn of each local microbatch, in order; None where it has no samples
     check: int = 0  # digest that must agree on all workers; 0 where nothing was read in common
+    by_turn: tuple[tuple[int, ...], ...] = ()  # counts of all M microbatches for each turn; empty: there is only one
+
+    @property
+    def turns(self) -> int:
+        return len(self.by_turn) or 1
 
 
 class Loader(Protocol):
@@ -214,16 +216,6 @@ class _Fetch:
             return failure_of(error, list(self.ids(key.epoch, key.step_in_epoch, key.microbatch))), offers.Taken()
 
 
-def _same(item: Any) -> Any:
-    return item
-
-
-def _loader_init(_: int) -> None:
-    process.die_with_parent()
-    stacks.write_on_request(Path(multiprocessing.process.current_process()._config.get("tempdir", os.devnull)))  # type: ignore[attr-defined]
-    torch.set_num_threads(1)
-
-
 class MapLoader:
     def __init__(self, data: Data, order: Order) -> None:
         self.data, self.order = data, order
@@ -255,8 +247,8 @@ class MapLoader:
                 num_workers=self.data.loader_processes,
                 prefetch_factor=self.data.prefetch or 2,
                 persistent_workers=True,
-                collate_fn=_same,
-                worker_init_fn=_loader_init,
+                collate_fn=same,
+                worker_init_fn=settle,
             )
         self._asked.keys = keys
         try:
@@ -373,8 +365,8 @@ class StreamLoader:
             batch_size=None,
             num_workers=1,
             prefetch_factor=self.data.prefetch or 2,
-            collate_fn=_same,
-            worker_init_fn=_loader_init,
+            collate_fn=same,
+            worker_init_fn=settle,
         )
 
     def probe(self, epoch: int) -> tuple[int, int]:  # noqa: ARG002  every step carries its own check

@@ -146,12 +146,13 @@ class Session:
             try:
                 self.comm.reconfigure(membership)
                 healed = self._heal(replica, membership)
+                self._holds_state = True
+                replica.configure(membership)
             except PeerLost as lost:
                 self._report(lost)
                 continue
             break
-        self.membership, self._holds_state, self.healed = membership, True, healed
-        replica.configure(membership)
+        self.membership, self.healed = membership, healed
         self.station.tell(m.Formed(worker=self.worker, generation=self.generation))
         if self.comm.rank == 0:
             self.emit(
@@ -243,6 +244,11 @@ class Session:
     def wants_change(self) -> bool:
         """Whether this worker has heard of another generation. All must agree before they act on it."""
         return self.station.has_news(self.generation)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the change that all have agreed on is that this worker goes."""
+        return self.station.leaves(self.generation)
 
     @contextmanager
     def step(self, step: int) -> Iterator[Attempt]:

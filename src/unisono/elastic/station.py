@@ -39,6 +39,8 @@ class Station(Protocol):
 
     def next_form(self, after: int) -> m.Form: ...
 
+    def leaves(self, after: int) -> bool: ...
+
     def await_verdict(self, after: int) -> bool: ...
 
     def await_turn(self, number: int) -> None: ...
@@ -93,6 +95,12 @@ class Manned:
                 raise Departed(self._form.because)
             return self._form
 
+    def leaves(self, after: int) -> bool:
+        """Whether this worker has no part in what comes behind `after`, as soon as that is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.has_news(after))
+            return self._depart is not None or self._form is None or self.worker not in self._form.members
+
     def await_verdict(self, after: int) -> bool:
         """Something is wrong between the workers, and the coordinator sees who does what. Whether it has decided."""
         with self._changed:
@@ -137,6 +145,10 @@ class Alone:
             urgent=True,
             because="the run starts",
         )
+
+    def leaves(self, after: int) -> bool:
+        del after
+        return False
 
     def await_verdict(self, after: int) -> bool:
         del after

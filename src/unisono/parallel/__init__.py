@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 from unisono.parallel.allreduce import AllReduce
-from unisono.parallel.native import NativeAllReduce
 from unisono.parallel.synchronised import SynchronisedAllReduce
 
 STRATEGIES: dict[str, type[AllReduce]] = {
     "allreduce": AllReduce,
-    "native": NativeAllReduce,
     "synchronised": SynchronisedAllReduce,
 }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism by all-reduce: every worker holds the model, gradients are added over microbatches.
 
-Exact: partial sums in the fixed tree, finished by direct exchange. Buckets leave during the last local backward
-pass. Called by the loop through `Strategy`; knows nothing of data, epochs or files. `native` has the fast and loose
-variant.
+Buckets of gradients leave during the last local backward pass, through whichever `Reducer` it is given; by default
+exact, by direct exchange. Buffers and the like are always added in the fixed tree. Called by the loop through
+`Strategy`; knows nothing of data, epochs or files.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.comm import tree
-from unisono.comm.direct import DirectReducer
+from unisono.comm.reducers.direct import DirectReducer
+from unisono.comm.reducers.seam import MakeReducer
 from unisono.comm.seam import Comm
 from unisono.core import seeds
 from unisono.core.errors import PeerLost, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.buffers import Buffers
+from unisono.parallel.carried import Carried, Make, refuse_new_layout
 from unisono.parallel.gradients import Assignment, Gradients, sparse_error
 from unisono.parallel.overlap import Overlap
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
-_BUFFER_TAG = 1 << 20  # above any bucket number
+_BUFFER_TAG = 1 << 17  # above any bucket number
 
 
 class AllReduce:
     """`before_update` may change the reduced gradients (clipping, L1) and is called once a step on every worker.
 
-    `random_state` gives the seed from which a microbatch's forward pass starts.
+    `random_state` gives the seed from which a microbatch's forward pass starts. `make_reducer` makes what adds the
+    gradients, for every generation; `carry` what it keeps for each microbatch from step to step, in `carried`.
     """
+
+    noise_every = 0  # steps between two looks at the squared norm of each microbatch's gradient; 0: never
 
     def __init__(
         self,
@@ -44,16 +48,21 @@ class AllReduce:
         comm: Comm,
         before_update: Callable[[], None] = lambda: None,
         random_state: Callable[[Microbatch], int] = lambda _: 0,
+        make_reducer: MakeReducer = DirectReducer,
+        carry: Make = lambda _: {},
     ) -> None:
         _refuse_sparse(model)
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.before_update, self.random_state = before_update, random_state
+        self._make_reducer = make_reducer
+        self.carried = Carried(comm, carry, "what the compression has not sent yet")
         self._overlap: Overlap | None = None
         self._gradients: Gradients | None = None
         self._buffers = Buffers(model)
         self._trained: list[int] = []
         self._weights: tuple[float, ...] = ()
         self._losses: dict[int, Tensor] = {}
+        self._is_open = False  # the reducer knows of this step
         self._silent: set[int] = set()
         self._changed: list[bool] = []
         self._settle_s = 0.0  # waiting in the small exchange of the step before
@@ -64,8 +73,11 @@ class AllReduce:
             return
         mine = membership.ranges[self.comm.rank]
         self._membership = membership
-        self._reducer = DirectReducer(self.comm, membership)
-        self._assignment = Assignment(mine, self._landings(mine))
+        self.carried.configure(membership)
+        self._reducer = self._make_reducer(self.comm, membership)
+        self._assignment = Assignment(mine, self._reducer.landings(mine))
+        self._of_buffers = DirectReducer(self.comm, membership)
+        self._buffer_landings = self._of_buffers.landings(mine)
         if self.comm.size > 1 and self._overlap is None:
             self._overlap = Overlap(next(self.model.parameters()).device)
 
@@ -77,16 +89,14 @@ class AllReduce:
             self._gradients.drop()
         self._buffers.abandon()
 
-    def _landings(self, mine: range) -> tuple[tree.Landing, ...]:
-        return tree.landings(mine, self._membership.microbatches)
-
     def begin_step(self, weights: Sequence[float]) -> None:
         gradients, trained = self._gradients, _trained(self.optimizer)
         if gradients is None or trained != self._trained:
             gradients, self._trained = self._follow(), trained
         self._weights = tuple(weights)
-        self._losses, self._silent = {}, set()
+        self._losses, self._silent, self._is_open = {}, set(), False
         self._buffers.begin_step()
+        self.carried.begin()
         gradients.begin_step(self._assignment, self._on_ready)
 
     def _follow(self) -> Gradients:
@@ -99,6 +109,7 @@ class AllReduce:
                 do="unfreeze the parameters that should be trained",
             )
         if self._gradients is not None:
+            refuse_new_layout(self.carried)
             self._gradients.close()
         self._gradients = Gradients(named)
         return self._gradients
@@ -106,9 +117,21 @@ class AllReduce:
     def begin_microbatch(self, microbatch: Microbatch) -> None:
         assert self._gradients is not None
         self._current = microbatch
+        self._open(microbatch.step)
         self._gradients.begin_microbatch(microbatch.index)
         # Dropout and the like draw from the microbatch's own random state, whoever computes it.
         seeds.apply(self.random_state(microbatch))
+
+    def _open(self, step: int) -> None:
+        """Tell the reducer, once for every time that the step's gradients are computed.
+
+        Like the buckets themselves: it may talk to others, and whom it loses is missed where the step is reduced.
+        """
+        if not self._is_open:
+            self._is_open = True
+            self._in_turn(lambda: self._reducer.begin(step))
+            assert self._gradients is not None
+            self._gradients.measures = bool(self.noise_every) and not step % self.noise_every and len(self._weights) > 1
 
     def backward(self, loss: Tensor) -> None:
         """The second half of `forward_backward`, for loops that compute the loss themselves."""
@@ -122,10 +145,11 @@ class AllReduce:
         silent = self._gradients.end_microbatch()
         if self._current.weight:
             self._silent.update(silent)
-        landing = self._assignment.landings[self._current.index - self._assignment.mine.start]
+        landing = self._buffer_landings[self._current.index - self._assignment.mine.start]
         self._buffers.end_microbatch(self._current.weight, landing)
 
-    def forward_backward(self, microbatch: Microbatch, compute: Compute) -> None:
+    def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
+        (compute,) = turns
         self.begin_microbatch(microbatch)
         if microbatch.weight:
             self.backward(compute())
@@ -141,8 +165,14 @@ class AllReduce:
         self._end_microbatch()
 
     def _on_ready(self, bucket: int) -> None:
+        self._in_turn(lambda: self._reduce_bucket(bucket))
+
+    def _in_turn(self, job: Callable[[], None]) -> None:
+        """Beside the backward pass, after what was given before; alone, there is nobody to wait for."""
         if self._overlap is not None:
-            self._overlap.submit(lambda: self._reduce_bucket(bucket))
+            self._overlap.submit(job)
+        else:
+            job()
 
     @torch.no_grad()
     def _reduce_bucket(self, bucket: int) -> None:
@@ -158,7 +188,7 @@ class AllReduce:
         started = time.perf_counter()
         reduced = self._settle(self._gradients, blocked_s, notes)
         if any(self._changed):
-            self._buffers.reduce(self._changed, self._reducer, _BUFFER_TAG)
+            self._buffers.reduce(self._changed, self._of_buffers, _BUFFER_TAG)
         self._settle_s = time.perf_counter() - started
         return reduced
 
@@ -167,10 +197,11 @@ class AllReduce:
         total, count = len(self._weights), len(gradients.names)
         losses = [float(self._losses[i]) if i in self._losses else 0.0 for i in range(total)]
         silent = [i in self._silent for i in range(count)]
-        row = [*losses, *gradients.used, *silent, *self._buffers.changed(), blocked_s, *notes]
+        squares = [gradients.squares.get(i, 0.0) for i in range(total)] if gradients.measures else []
+        row = [*losses, *gradients.used, *silent, *self._buffers.changed(), blocked_s, *squares, *notes]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
 
-        bounds = [*accumulate([total, count, count, len(self._buffers), 1])]
+        bounds = [*accumulate([total, count, count, len(self._buffers), 1, len(squares)])]
         used, silent_anywhere, self._changed = (
             [any(row[i] for row in rows) for i in range(first, last)] for first, last in pairwise(bounds[:4])
         )
@@ -186,17 +217,24 @@ class AllReduce:
             losses=tuple(rows[owner[i]][i] for i in range(total)),
             weights=self._weights,
             blocked_s=tuple(row[bounds[3]] for row in rows),
-            notes=tuple(tuple(row[bounds[4] :]) for row in rows),
+            notes=tuple(tuple(row[bounds[5] :]) for row in rows),
             silent=tuple(gradients.names[i] for i in range(count) if silent_anywhere[i] and used[i]),
+            squares=tuple(rows[owner[i]][bounds[4] + i] for i in range(total)) if squares else (),
+            square=gradients.square_of_sum() if squares else 0.0,
         )
 
     def step(self, loss: float, again: Callable[[], float]) -> None:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             self._step_looking_around(loss, again)
             return
+        self._commit()
         self._buffers.commit()
         self.before_update()
         self.optimizer.step()
+
+    def _commit(self) -> None:
+        self._reducer.commit()
+        self.carried.commit()
 
     def _step_looking_around(self, loss: float, again: Callable[[], float]) -> None:
         """LBFGS moves the parameters while it evaluates. If a peer is lost on the way, they are put back."""
@@ -214,6 +252,7 @@ class AllReduce:
             self._buffers.commit()
             self.before_update()
             self.optimizer.step(closure)
+            self._commit()  # of the last evaluation; each of them began the step anew
         except PeerLost:
             self.model.load_state_dict(before[0])
             self.optimizer.load_state_dict(before[1])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.direct import DirectReducer
+from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.tree import Landing
 from unisono.core.errors import SetupError
 

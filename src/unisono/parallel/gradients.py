@@ -8,8 +8,9 @@ whose parameters have all reported is handed on, while the backward pass goes on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from unisono.comm.tree import Landing
 from unisono.core.errors import SetupError, SparseGradient
 from unisono.parallel.layout import Layout, ParameterInfo, pack
+from unisono.parallel.norms import squared_norm
 
 
 def _nobody(_: int) -> None:
@@ -45,6 +47,8 @@ class Cursor:
     missing: list[int]  # by bucket: parameters that have not reported
     silent: list[int]  # parameters that were counted as zeros
     earlier: Cursor | None  # of the microbatch before, where several are under way at once
+    microbatch: int
+    squares: list[Tensor] = field(default_factory=list)  # squared norms of the gradients, as they come; where measured
 
 
 class Gradients:
@@ -61,6 +65,8 @@ class Gradients:
         self._on_ready: Callable[[int], None] = _nobody
         self._handed_on = 0
         self.used: list[bool] = []
+        self.measures = False  # whether to take the squared norm of each microbatch's gradient
+        self.squares: dict[int, float] = {}  # by microbatch
         self.cursor: Cursor | None = None  # of the microbatch that is being computed
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(position))  # type: ignore[no-untyped-call]
@@ -78,6 +84,7 @@ class Gradients:
             self._views.append([self._view(flat, position) for position in range(len(self.parameters))])
         self._assignment, self._on_ready = assignment, on_ready
         self.used = [False] * len(self.parameters)
+        self.measures, self.squares = False, {}
         self._handed_on = 0
         self.drop()
 
@@ -99,6 +106,7 @@ class Gradients:
             missing=list(self._bucket_sizes),
             silent=[],
             earlier=earlier,
+            microbatch=microbatch,
         )
         return self.cursor
 
@@ -110,6 +118,9 @@ class Gradients:
         for position, reported in enumerate(cursor.reported):
             if not reported:
                 self._land(cursor, position, None)
+        if self.measures:
+            # Rounded once: the order in which autograd has finished the parameters leaves no trace.
+            self.squares[cursor.microbatch] = math.fsum(torch.stack(cursor.squares).tolist()) if cursor.squares else 0.0
         return cursor.silent
 
     def _hook(self, position: int) -> Callable[[Tensor], None]:
@@ -127,6 +138,8 @@ class Gradients:
                     do="add the losses and call backward once",
                 )
             self.used[position] = True
+            if self.measures:
+                cursor.squares.append(squared_norm(gradient))
             self._land(cursor, position, gradient)
 
         return take
@@ -164,6 +177,11 @@ class Gradients:
         """Give the reduced gradients to the parameters; one that nobody used keeps None, as in plain PyTorch."""
         for position, parameter in enumerate(self.parameters):
             parameter.grad = self._views[0][position] if used_by_anyone[position] else None
+
+    def square_of_sum(self) -> float:
+        """The squared norm of the step's gradient, once it is published."""
+        squares = [squared_norm(p.grad) for p in self.parameters if p.grad is not None]
+        return math.fsum(torch.stack(squares).tolist())
 
     def drop(self) -> None:
         for parameter in self.parameters:

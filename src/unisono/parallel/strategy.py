@@ -16,16 +16,27 @@ from torch import Tensor
 
 from unisono.core.membership import Membership
 
-Compute = Callable[[], Tensor]  # the loss of one microbatch: a mean over its samples (or tokens)
+Compute = Callable[[], Tensor]  # the loss of one microbatch, or of one turn of it: a mean over its samples (or tokens)
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """`weight` is this microbatch's share of the step, its true count over the step's; 0 when it has no samples."""
+    """`weight` is this microbatch's share of the step, its true count over the step's; 0 when it has no samples.
+
+    Its samples come in one batch, or in several `turns` for strategies that make several updates a step: the share of
+    each in the microbatch, 0 for one without samples. `turn` is the one that is being computed.
+    """
 
     step: int
     index: int
     weight: float
+    turns: tuple[float, ...] = (1.0,)
+    turn: int = 0
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """To derive random state from: nobody else has the same."""
+        return (self.step, self.index, self.turn) if self.turn else (self.step, self.index)
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,8 @@ class Reduced:
     blocked_s: tuple[float, ...]  # by rank: time spent waiting for the reduction after the last backward pass
     notes: tuple[tuple[float, ...], ...]  # by rank: the numbers each worker attached
     silent: tuple[str, ...]  # parameters that got no gradient in some microbatch but did in another
+    squares: tuple[float, ...] = ()  # by microbatch, where measured: the squared norm of its gradient times its weight
+    square: float = 0.0  # and of their sum
 
     @property
     def loss(self) -> float:
@@ -52,8 +65,8 @@ class Strategy(Protocol):
     def begin_step(self, weights: Sequence[float]) -> None:
         """`weights` of all M microbatches; they add up to one."""
 
-    def forward_backward(self, microbatch: Microbatch, compute: Compute) -> None:
-        """Compute one microbatch's loss and gradients."""
+    def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
+        """Compute one microbatch: its loss and gradients, or all the updates that it makes on its own."""
 
     def reduce(self, notes: Sequence[float]) -> Reduced:
         """Finish the step's gradients over all workers. Parameters are untouched until `step`."""

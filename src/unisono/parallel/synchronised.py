@@ -13,18 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm import tree
-from unisono.comm.direct import DirectReducer
+from unisono.comm.reducers.direct import DirectReducer
+from unisono.comm.reducers.seam import MakeReducer
 from unisono.comm.seam import Comm
 from unisono.core import seeds
 from unisono.core.errors import SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.batch_norm import SynchronisedNorms
+from unisono.parallel.carried import Make
 from unisono.parallel.gradients import Cursor
 from unisono.parallel.lockstep import Lockstep
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
-_MEETING_TAG = 1 << 21  # above buckets and buffers
+_MEETING_TAG = 1 << 18  # above buckets and buffers
 
 
 class SynchronisedAllReduce(AllReduce):
@@ -35,8 +37,10 @@ class SynchronisedAllReduce(AllReduce):
         comm: Comm,
         before_update: Callable[[], None] = lambda: None,
         random_state: Callable[[Microbatch], int] = lambda _: 0,
+        make_reducer: MakeReducer = DirectReducer,
+        carry: Make = lambda _: {},
     ) -> None:
-        super().__init__(model, optimizer, comm, before_update, random_state)
+        super().__init__(model, optimizer, comm, before_update, random_state, make_reducer, carry)
         self._lockstep = Lockstep(self._combine, self._switch, self._buffers.take_out, self._buffers.put_in)
         self._norms = SynchronisedNorms(model, self._lockstep.meet)
         if not self._norms.modules:
@@ -57,7 +61,8 @@ class SynchronisedAllReduce(AllReduce):
                 do="use --workers 1 --microbatches 1, or local batch norm",
             )
 
-    def forward_backward(self, microbatch: Microbatch, compute: Compute) -> None:
+    def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
+        (compute,) = turns
         if not microbatch.weight:
             raise SetupError(
                 f"step {microbatch.step + 1} leaves microbatch {microbatch.index} empty",
@@ -71,6 +76,7 @@ class SynchronisedAllReduce(AllReduce):
         queued, self._queued = self._queued, []
         self._cursors = []
         for microbatch, _ in queued:
+            self._open(microbatch.step)
             earlier = self._cursors[-1][1] if self._cursors else None
             self._cursors.append((microbatch, self._gradients.begin_microbatch(microbatch.index, earlier)))
         self._lockstep.run([self._task(microbatch, compute) for microbatch, compute in queued])

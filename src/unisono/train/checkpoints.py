@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from unisono.checkpoint.listing import list_steps
 from unisono.checkpoint.manifest import step_key
@@ -23,9 +22,9 @@ from unisono.checkpoint.seal import Seal
 from unisono.checkpoint.store import Store
 from unisono.comm.seam import Comm
 from unisono.core import events
-from unisono.core.errors import StoreMissing, UnisonoError
+from unisono.core.errors import StoreFailed, StoreMissing, UnisonoError
 from unisono.core.interval import Interval
-from unisono.train.saving import Copies, Keeping, Outcome, Save
+from unisono.train.saving import Captured, Copies, Keeping, Outcome, Save
 
 IDENTITY = "store.json"  # in the store: whoever sees the same one can write there with the others
 _NOWHERE, _WOULD_MAKE_ONE = 0.0, -1.0
@@ -40,11 +39,6 @@ class Riders(NamedTuple):
     committed: float = 0.0  # the step of the checkpoint that this worker has committed
 
 
-class Capture(Protocol):
-    def __call__(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any], Collection[str]]:
-        """The state by name, the facts that go with it, and the names of tensors that only an update changes."""
-
-
 class Checkpoints:
     def __init__(
         self,
@@ -53,7 +47,7 @@ class Checkpoints:
         seal: Seal | None,
         interval: Interval,
         keeping: Keeping,
-        capture: Capture,
+        capture: Callable[[], Captured],
         emit: events.Sink,
         identity: Callable[[], str],
     ) -> None:
@@ -150,7 +144,11 @@ class Checkpoints:
             return
         self.await_copy()
         started_s = time.monotonic()
-        tensors, facts, steady = self._capture()
+        captured = self._capture()
+        absent = {each.holder for each in captured.held.values()} - set(writers)
+        if absent:  # all see it alike, so nobody waits for a part that never comes
+            self._fail(_cannot_write(sorted(absent), step), step, aloud=members[0] == self.worker)
+            return
         assert self.store is not None or self.worker not in writers
         if self.store is None:
             return
@@ -158,7 +156,8 @@ class Checkpoints:
         trusted = self.saved_step if self.saved_step >= 0 and self.failure is None else None
         save = self._save = Save(self.store, self.seal, step, attempt, writers, self.worker, trusted)
         announce = partial(self._announce, save)
-        save.begin(tensors, facts, steady if lasts else (), self._copies, self.keeping, announce)
+        steady = captured.steady if lasts else ()
+        save.begin(captured.tensors, captured.facts, steady, self._copies, self.keeping, announce, captured.held)
         save.stall_s += time.monotonic() - started_s
 
     def _meet(self, members: Sequence[int], comm: Comm) -> tuple[list[int], int]:
@@ -240,10 +239,12 @@ class Checkpoints:
             )
         )
 
-    def _fail(self, error: UnisonoError) -> None:
+    def _fail(self, error: UnisonoError, step: int = 0, aloud: bool = True) -> None:
         if error is not self.failure:
             self.failure = error
-            self._emit(events.CheckpointFailed(step=self._save.step if self._save else 0, failure=error.as_dict()))
+            if aloud:
+                at = self._save.step if self._save else step
+                self._emit(events.CheckpointFailed(step=at, failure=error.as_dict()))
 
     def _drop(self) -> None:
         if self._save is not None:
@@ -253,6 +254,16 @@ class Checkpoints:
                 self._copies = Copies()  # it still writes from the old ones
             self._save = None
         self._failed = self._committed = 0.0
+
+
+def _cannot_write(workers: Sequence[int], step: int) -> StoreFailed:
+    who = f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
+    return StoreFailed(
+        f"step {step} was not saved: {who} cannot write where the checkpoints are, and nobody else has the state of "
+        "the microbatches computed there",
+        cause="the place is on one machine's disk, or that machine may not write there",
+        do="give --checkpoint-to a place that every machine can write to",
+    )
 
 
 def _number(identity: bytes) -> float:

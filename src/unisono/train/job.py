@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.checkpoint.naming import by_name, by_number, names_in_order
 from unisono.checkpoint.weights import hash_state
@@ -29,12 +29,26 @@ from unisono.data.offers import Taken
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
+from unisono.parallel.carried import Carried, Stamp, carried_of
+from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.strategy import Reduced
 from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.context import Context
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
+from unisono.train.noise_scale import NoiseScale
 from unisono.train.numerics import Update
 from unisono.train.options import Clip
-from unisono.train.resuming import Home, TakenUp, believed, captured, check_own, load
+from unisono.train.resuming import (
+    Home,
+    TakenUp,
+    believed,
+    captured,
+    captured_carried,
+    carried_in,
+    check_own,
+    load,
+)
+from unisono.train.saving import Captured
 from unisono.train.state import TrainState
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
@@ -61,6 +75,7 @@ class Request:
     count: CountOf | None = None
     has_end: bool = True  # False: the user's own loop decides
     travellers: Mapping[str, Any] = field(default_factory=dict)  # objects with state_dict that go with the model
+    local: LocalSteps | None = None  # replicas that update on their own between two meetings
 
 
 @dataclass
@@ -71,7 +86,7 @@ class Job:
     device: torch.device
     comm: Comm
     session: Session
-    strategy: AllReduce
+    strategy: AllReduce | Local
     update: Update
     loader: Loader
     fingerprint: Fingerprint
@@ -82,7 +97,13 @@ class Job:
     update_s: float = 0.0  # of the last optimizer update
     told: int = 0  # the last step that callbacks have heard of: steps that are computed again are not told twice
     reading_told_s: float = 0.0
+    untold: list[events.Event] = field(default_factory=list)  # until it is known who speaks for all
+    told_lost: tuple[Stamp, tuple[int, ...]] | None = None
     checkpoints: Checkpoints = field(init=False)
+
+    @property
+    def carried(self) -> Carried:
+        return carried_of(self.strategy)
 
     @property
     def is_first(self) -> bool:
@@ -116,6 +137,24 @@ class Job:
         if taken:
             self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
 
+    def observe_noise(self, reduced: Reduced, samples: int) -> list[events.Event]:
+        """Of the step that was just done, where it was measured; returns what is to be told of it."""
+        if not reduced.squares:
+            return []
+        noise = NoiseScale.from_dict(self.state.noise)
+        noise.observe(samples, reduced.weights, reduced.squares, reduced.square)
+        self.state.noise = noise.as_dict()
+        batch, text = self.spec.batch_size, noise.describe(self.spec.batch_size)
+        found = events.NoiseScale(
+            step=self.state.step,
+            samples=noise.samples,
+            noise=noise.noise,
+            signal=noise.signal,
+            batch_size=batch,
+            text=text,
+        )
+        return [found] if text else []
+
     # --- the session's view
 
     @property
@@ -129,6 +168,7 @@ class Job:
         return {
             "train": self.state.as_dict(),
             "strategy": self.strategy.state_out(),
+            "carried": list(self.carried.stamp),
             "trainable": [p.requires_grad for p in self.request.model.parameters()],
             "modes": [module.training for module in self.request.model.modules()],
             "travellers": {name: item.state_dict() for name, item in self.request.travellers.items()},
@@ -141,6 +181,8 @@ class Job:
         for module, training in zip(self.request.model.modules(), state["modes"], strict=True):
             module.training = training
         self.strategy.state_in(state["strategy"])
+        commits, generation = state["carried"]
+        self.carried.take_stamp((commits, generation))
         for name, item in self.request.travellers.items():
             item.load_state_dict(state["travellers"][name])
         self.state.take(state["train"])
@@ -148,23 +190,42 @@ class Job:
 
     def configure(self, membership: Membership) -> None:
         self.strategy.configure(membership)
+        self._tell_lost()
         self.checkpoints.regroup(membership.members)
+
+    def _tell_lost(self) -> None:
+        lost = self.carried.lost
+        if lost and self.told_lost != (self.carried.stamp, lost):  # a generation that breaks at once tells it again
+            self.told_lost = self.carried.stamp, lost
+            which = f"microbatch{'es' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+            text = (
+                f"step {self.state.step}: {self.carried.what} ({which}) was lost with the worker that held it and "
+                "begins anew; the training goes on, but its result is no longer that of a run in which nobody died"
+            )
+            self.untold.append(events.Notice(code="carried-lost", text=text))
+        for event in self.untold:
+            self.emit(event)
+        self.untold = []
+
+    def _hand_over(self) -> None:
+        """At a step boundary, as long as those who leave are still here: nobody else has what they carry."""
+        if self.carried.shapes:
+            self.carried.hand_over(self.session.leaves)
 
     def abandon(self) -> None:
         self.strategy.configure(None)
 
     # --- checkpoints
 
-    def capture(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any], Collection[str]]:
+    def capture(self) -> Captured:
         """What a checkpoint holds: the state by name, and the facts that say what it is the state of."""
         state = self.state_out()
         inner = state.pop("strategy")
+        del state["carried"]  # generations belong to this life of the run
         if self.state.stopped_by_run:  # which the state is not part of
             state["train"] |= {"stopped_early": "", "stopped_by_run": False}
         optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
-        tensors, facts, steady = captured(
-            {"model": inner["model"], "optimizer": optimizer, **state}, self.request.model
-        )
+        tensors, facts, steady = captured({**inner, "optimizer": optimizer, **state}, self.request.model)
         last = self.state.history[-1] if self.state.history else {}
         about = {
             "run": self.context.spec.model_dump(mode="json"),
@@ -174,7 +235,8 @@ class Job:
             "samples": self.state.samples,
             "metrics": {key: value for key, value in last.items() if key not in ("step", "epoch")},
         }
-        return tensors, events.plain({**facts, **about}), steady
+        own, held = captured_carried(self.carried)
+        return Captured({**tensors, **own}, events.plain({**facts, **about}), {*steady, *own}, held)
 
     def save_if_wanted(self, rows: Sequence[Riders], is_last: bool = False, lasts: bool = True) -> None:
         """At a step boundary. `lasts`: until the next update, nobody changes parameters and optimizer state."""
@@ -184,15 +246,22 @@ class Job:
 
     def take_up(self, home: Home) -> TakenUp:
         """Go on from a checkpoint. The workers have not met yet."""
-        taken = load(home, self.request.model, self.spec, self.fingerprint)
+        taken = load(home, self.request.model, self.spec, self.fingerprint, self.carried)
         names = names_in_order(self.request.model, self.request.optimizer)
         with believed(taken.manifest, home.store.url if home.store else ""):
             state = dict(taken.state)
-            strategy = {"model": state.pop("model"), "optimizer": by_number(state.pop("optimizer"), names)}
+            strategy = {key: state.pop(key) for key in ("model", "optimizer", "outer") if key in state}
+            strategy["optimizer"] = by_number(strategy["optimizer"], names)
             check_own(self.request.travellers, state["travellers"])
-            self.state_in({**state, "strategy": strategy})
+            self.state_in({**state, "strategy": strategy, "carried": [taken.manifest.step, 0]})
             if self.state.step != taken.manifest.step:
                 raise ValueError(f"its state is that of step {self.state.step}")
+        read, words = carried_in(home, taken.manifest, self.carried, self.spec.microbatches)
+        self.carried.begin_from(taken.manifest.step, read)
+        if words:
+            self.untold.append(
+                events.Notice(code="carried-anew" if self.carried.shapes else "carried-ignored", text=words)
+            )
         self.state.news = []  # they are in the record
         self.told = self.checkpoints.saved_step = self.state.step
         self.session.activity.step = 0  # until the workers have met, nobody stands anywhere
@@ -201,6 +270,11 @@ class Job:
     def reform(self, lost: PeerLost | None) -> None:
         """On to the next generation; everyone in it then stands at the same place."""
         self.session.activity.step = self.state.step
+        if lost is None:
+            try:
+                self._hand_over()
+            except PeerLost as error:
+                lost = error
         self.session.reform(self, lost)
         for data in self.state.news:  # whoever was to tell it may be the one who died
             event = events.from_dict(data)
@@ -230,8 +304,9 @@ class Job:
 
     def _exchange_counts(self, count: CountOf, batches: Sequence[Any]) -> list[float]:
         own = torch.zeros(self.spec.microbatches, dtype=torch.float64)
-        for microbatch, batch in zip(self.session.mine, batches, strict=True):
-            own[microbatch] = float(count(batch)) if batch is not None else 0.0
+        turns = len(batches) // len(self.session.mine)
+        for position, batch in enumerate(batches):
+            own[self.session.mine[position // turns]] += float(count(batch)) if batch is not None else 0.0
         return [math.fsum(column) for column in torch.stack(self.comm.gather(own)).t().tolist()]
 
     def check_data(self, epoch: int) -> None:
@@ -267,9 +342,13 @@ class Job:
             text = f"two workers hold different weights before step {step + 1}; computing again from where they agreed"
             self.notice_once("dispute", text)
             self._go_back()
+            assert self.session.membership is not None
+            self.carried.configure(self.session.membership)  # the other does the same
+            self._tell_lost()
             raise
         if wrong:
             self._part_from(wrong, step, unanimous=len(set(sums)) == 1)
+        self.carried.keep()
         if self.comm.rank < SNAPSHOTS:
             self.guard.keep(self.state_out())
 

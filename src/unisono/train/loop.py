@@ -122,7 +122,8 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
         if asked == STOPPED_BY_RUN:
             state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
             state.stopped_by_run = True
-    report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s)
+    noise = job.observe_noise(reduced, sum(data.step.counts))
+    report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s, noise)
     if state.step > job.told:
         job.told = state.step
         job.session.activity.now(f"in a callback after step {state.step}")
@@ -149,7 +150,7 @@ class Loaded:
     """A step's data with this worker's batches in memory, and how long that took."""
 
     step: StepData
-    batches: Sequence[Any]
+    batches: Sequence[Any]  # all turns of a microbatch, then those of the next
     waited_s: float
 
 
@@ -176,10 +177,11 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     session.activity.now("computing")
     started = time.perf_counter()
     job.strategy.begin_step(weights)
-    for index, batch in zip(attempt.mine, data.batches, strict=True):
+    for index in attempt.mine:
         session.check()
         job.faults.reach("forward")
-        job.strategy.forward_backward(Microbatch(attempt.step, index, weights[index]), partial(plan.compute, batch))
+        microbatch = Microbatch(attempt.step, index, weights[index], _shares(job, attempt, data, index))
+        job.strategy.forward_backward(microbatch, *_computes(job, plan, attempt, data, index))
     job.faults.stretch(time.perf_counter() - started)
     session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))
     compute_s = time.perf_counter() - started + job.update_s
@@ -208,6 +210,37 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     return reduced
 
 
+def _turns(attempt: Attempt, data: Loaded, index: int) -> Sequence[Any]:
+    """The batches of one of this worker's microbatches: one, or several for strategies that make several updates."""
+    first = (index - attempt.mine.start) * data.step.turns
+    return data.batches[first : first + data.step.turns]
+
+
+def _shares(job: Job, attempt: Attempt, data: Loaded, index: int) -> tuple[float, ...]:
+    """How much of the microbatch each turn is, by true counts."""
+    if data.step.turns == 1:
+        return (1.0,)
+    count = job.request.count
+    counts = [float(row[index]) for row in data.step.by_turn]
+    if count is not None:
+        counts = [0.0 if batch is None else float(count(batch)) for batch in _turns(attempt, data, index)]
+    total = math.fsum(counts)
+    return tuple(one / total if total else 0.0 for one in counts)
+
+
+def _computes(job: Job, plan: Plan, attempt: Attempt, data: Loaded, index: int) -> list[Callable[[], Tensor]]:
+    batches = _turns(attempt, data, index)
+    if len(batches) == 1:
+        return [partial(plan.compute, batches[0])]
+
+    def compute(turn: int, batch: Any) -> Tensor:
+        job.session.check()
+        job.session.activity.now(f"computing turn {turn + 1} of {len(batches)}")
+        return plan.compute(batch)
+
+    return [partial(compute, turn, batch) for turn, batch in enumerate(batches)]
+
+
 def _loss_again(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> float:
     loss = gradients(job, plan, attempt, data).loss
     if not math.isfinite(loss):
@@ -220,11 +253,13 @@ def _loss_again(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> float:
 
 
 def _line_of(job: Job, plan: Plan, attempt: Attempt, data: Loaded, index: int) -> str:
-    batch = data.batches[index - attempt.mine.start]
-    return line_of(job, Microbatch(attempt.step, index, 1.0), partial(plan.compute, batch))
+    microbatch = Microbatch(attempt.step, index, 1.0, _shares(job, attempt, data, index))
+    return line_of(job, microbatch, _computes(job, plan, attempt, data, index))
 
 
-def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, seconds: float) -> None:
+def report_step(
+    job: Job, state: TrainState, reduced: Reduced, lr: float, seconds: float, more: Sequence[events.Event] = ()
+) -> None:
     # Whoever waited least was waited for: what is above that least is waiting, the least itself is communication.
     moving = min(reduced.blocked_s)
     timings = {
@@ -247,7 +282,8 @@ def report_step(job: Job, state: TrainState, reduced: Reduced, lr: float, second
             timings=timings,
             grad_norm=job.update.grad_norm,
             generation=job.session.generation,
-        )
+        ),
+        *more,
     )
     job.tell_reading()
 

@@ -7,9 +7,11 @@ watched, and tells the others: all end with the same words. Called by the loops 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,15 +76,47 @@ def _told_by(job: Job, owner: int, find: Callable[[], str]) -> str:
     return told.rstrip(b"\0").decode(errors="ignore")
 
 
-def line_of(job: Job, microbatch: Microbatch, compute: Callable[[], Tensor]) -> str:
+def line_of(job: Job, microbatch: Microbatch, turns: Sequence[Callable[[], Tensor]]) -> str:
     """Compute it once more and name the user's line of the first operation whose result is as bad as the loss."""
     if job.request.batch_norm == "synchronised":
         return ""  # its forward pass needs the other workers
+    if len(turns) > 1:
+        return _line_of_turns(job, microbatch, turns)
     seeds.apply(job.strategy.random_state(microbatch))
+    return _look_at(turns[0])
+
+
+def _look_at(compute: Callable[[], Tensor], found: Callable[[Tensor], None] = lambda _: None) -> str:
     watch = _Watch()  # type: ignore[no-untyped-call]
     with watch:
         loss = compute()
+    found(loss)
     return watch.first_nan if torch.isnan(loss).any() else watch.first_infinity if torch.isinf(loss).any() else ""
+
+
+class _Seen(Exception):
+    """Nothing more is to be computed."""
+
+
+def _line_of_turns(job: Job, microbatch: Microbatch, turns: Sequence[Callable[[], Tensor]]) -> str:
+    """Each turn goes on from the weights that the one before left: all are gone through again, up to the bad one."""
+    lines: list[str] = []
+
+    def watched(compute: Callable[[], Tensor], is_last: bool) -> Tensor:
+        losses: list[Tensor] = []
+        line = _look_at(compute, losses.append)
+        if line or is_last:
+            lines.append(line)
+            raise _Seen
+        return losses[0]
+
+    job.strategy.begin_step([1.0 if i == microbatch.index else 0.0 for i in range(job.spec.microbatches)])
+    with contextlib.suppress(_Seen):
+        last = max(turn for turn, share in enumerate(microbatch.turns) if share)
+        again = [partial(watched, compute, turn == last) for turn, compute in enumerate(turns)]
+        job.strategy.forward_backward(microbatch, *again)
+    job.abandon()
+    return lines[0] if lines else ""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

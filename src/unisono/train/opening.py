@@ -8,6 +8,8 @@ its members and holds its state. Called by the trainer and by a user's own loop.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +23,18 @@ from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events, seeds
 from unisono.core.errors import SetupError
-from unisono.core.spec import JobSpec, resolve_microbatches
-from unisono.data.loading import open_loader
+from unisono.core.spec import JobSpec, RunSpec, resolve_microbatches
+from unisono.data.loading import Loader, open_loader
+from unisono.data.rounds import RoundLoader
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
+from unisono.parallel.allreduce import AllReduce
+from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.streaming import Streaming
 from unisono.train import numerics
+from unisono.train.adding import Adding
 from unisono.train.agreement import facts_of
 from unisono.train.checkpoints import Checkpoints
 from unisono.train.context import Context
@@ -38,10 +45,13 @@ from unisono.train.provision import check_place, checkpoint_bytes
 from unisono.train.resuming import Home, TakenUp, open_home
 from unisono.wire.certificate import Certificate
 
+_LOCAL_STEPS = 16  # in a round, if nobody says
+
 
 def open_job(context: Context, request: Request) -> Job:
     place = context.place
     home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
+    request = replace(request, local=_local_steps(context.spec, request.local))
     spec = _resolve(context, request, home.microbatches)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact)
@@ -50,20 +60,15 @@ def open_job(context: Context, request: Request) -> Job:
         torch.cuda.set_device(device)
     request.model.to(device)
     _move_optimizer_state(request.optimizer, device)
-    loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
+    loader = _open_loader(request, spec)
     comm, address = _open_comm(context, device)
     if isinstance(comm, MeshComm):
         mesh = comm
         context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
-    strategy = STRATEGIES[_strategy_name(request)](
-        request.model,
-        request.optimizer,
-        comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective")),
-        update,
-        lambda microbatch: seeds.derive(spec.seed, "forward", microbatch.step, microbatch.index),
-    )
+    reached = comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective"))
+    strategy = _open_strategy(context, request, spec, reached, device, update)
     comm = strategy.comm
     try:
         length, seen = loader.probe(0)
@@ -132,6 +137,8 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         clip=str(request.clip) if request.clip else "",
         l1=request.l1,
         batch_norm=request.batch_norm,
+        compress=context.spec.compress or "none",
+        local=str(request.local) if request.local else "",
         parameters=numerics.count_parameters(request.model.parameters()),
     )
 
@@ -150,12 +157,78 @@ def _refuse_foreign_parameters(request: Request) -> None:
         )
 
 
-def _strategy_name(request: Request) -> str:
+def _local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
+    """What the command says about the strategy comes before what the script says."""
+    wishes: dict[str, Any] = {"h": spec.local_steps, "outer": spec.outer or None}
+    given = {key: value for key, value in wishes.items() if value is not None}
+    if spec.strategy == "allreduce" or (not spec.strategy and asked is None):
+        if given:
+            raise SetupError(
+                f"--{'local-steps' if 'h' in given else 'outer'} cannot take effect",
+                cause="it belongs to the strategy local",
+                do="add --strategy local, or leave it out",
+            )
+        return None
+    return replace(asked or LocalSteps(h=_LOCAL_STEPS), **given)
+
+
+def _open_strategy(
+    context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
+) -> AllReduce | Local:
+    local = request.local
+    adding = Adding(
+        context.spec.comm,
+        spec,
+        request.model,
+        device,
+        context.emit,
+        wide_sums=local is not None,
+        fragments=local.fragments if local else 1,
+    )
+    strategy = _strategy(request)(
+        request.model,
+        request.optimizer,
+        comm,
+        update,
+        lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
+        adding,
+        carry=adding.carry,
+    )
+    adding.carried = strategy.carried
+    if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
+        strategy.noise_every = context.spec.noise_every
+    return strategy
+
+
+def _strategy(request: Request) -> Callable[..., AllReduce | Local]:
+    if request.local is not None:
+        return _local(request, request.local)
     if request.batch_norm == "local":
-        return "allreduce" if request.exact else "native"
+        return STRATEGIES["allreduce"]
     if not request.exact:
         raise SetupError('batch_norm="synchronised" is exact only', do="leave out exact=False")
-    return "synchronised"
+    return STRATEGIES["synchronised"]
+
+
+def _local(request: Request, local: LocalSteps) -> Callable[..., Local]:
+    if not request.has_end:
+        raise SetupError(
+            "local steps need unisono.Trainer",
+            cause="a loop of your own makes its updates where it likes, and each replica needs some of its own",
+            do="use Trainer(..., local=LocalSteps(...)), or all-reduce",
+        )
+    if request.batch_norm != "local":
+        raise SetupError(
+            f"batch_norm={request.batch_norm!r} and local steps exclude each other",
+            cause="replicas update at their own pace, so no batch norm of all of them has a batch in common",
+            do='leave out batch_norm="synchronised": statistics are averaged at the end of each round',
+        )
+    return partial(Local if local.fragments == 1 else Streaming, local=local)
+
+
+def _open_loader(request: Request, spec: JobSpec) -> Loader:
+    loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
+    return RoundLoader(loader, request.local.h) if request.local is not None else loader
 
 
 def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
@@ -171,7 +244,8 @@ def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
         )
     if device.type == "cuda":
         return ProcessGroupComm(context.worker, "nccl"), ""
-    credentials = Certificate(**place.credentials) if place.credentials else None
+    secured = place.credentials and not context.spec.plaintext
+    credentials = Certificate(**place.credentials) if secured else None
     mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
     return mesh, mesh.address
 
@@ -200,7 +274,8 @@ def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
     limits += [job.spec.max_steps] if job.spec.max_steps else []
     per_epoch = None
     if steps and job.loader.samples:
-        per_epoch = steps * job.spec.batch_size if job.spec.drop_last else job.loader.samples
+        rest = job.loader.samples % job.spec.batch_size if job.spec.drop_last else 0
+        per_epoch = job.loader.samples - rest
     for words in home.passed_over:
         job.emit(events.Notice(code="checkpoint-passed-over", text=words))
     if taken is not None:

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from unisono.core import events, process, seeds
 from unisono.core.errors import PeerLost, SetupError
 from unisono.data.loading import Data, open_loader
+from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train import context as contexts
 from unisono.train.checkpoints import Riders
@@ -115,6 +116,8 @@ class OwnLoop:
 
     def __init__(self, job: Job) -> None:
         self.job, self.state, self.loader = job, job.state, OwnLoader(self)
+        assert isinstance(job.strategy, AllReduce)  # the only kind that can be done in the user's own pieces
+        self._strategy = job.strategy
         self.loss = math.nan
         self._started_s = time.perf_counter()
         self._step_started_s = 0.0
@@ -205,7 +208,7 @@ class OwnLoop:
     def _one_step(self, loaded: Loaded) -> Iterator[Any]:
         job = self.job
         weights = job.weights(loaded.step, loaded.batches)
-        job.strategy.begin_step(weights)
+        self._strategy.begin_step(weights)
         self._compute_started_s = time.perf_counter()
         with job.session.step(self.state.step) as attempt:
             mine = [Microbatch(attempt.step, index, weights[index]) for index in attempt.mine]
@@ -218,7 +221,7 @@ class OwnLoop:
         self._left_inside_a_step = True
         for position, (microbatch, batch) in enumerate(full):
             job.faults.reach("forward")
-            job.strategy.begin_microbatch(microbatch)
+            self._strategy.begin_microbatch(microbatch)
             self._index, self._is_last = microbatch.index, position == len(full) - 1
             self._due, self._last_batch = "a backward pass", batch
             yield batch
@@ -281,14 +284,14 @@ class OwnLoop:
         if due == "a backward pass":
             caller = sys._getframe(1)
             self._handed_over[self._index] = caller.f_code, caller.f_lineno
-            self.job.strategy.backward(loss)
+            self._strategy.backward(loss)
         else:
-            self.job.strategy.forget_forward_pass()
+            self._strategy.forget_forward_pass()
         if not self._is_last:
             return
         for microbatch in self._left_over:
-            self.job.strategy.begin_microbatch(microbatch)
-            self.job.strategy.end_empty_microbatch()
+            self._strategy.begin_microbatch(microbatch)
+            self._strategy.end_empty_microbatch()
         try:
             self._reduce(self._compute_started_s)
         except PeerLost as lost:  # nothing of this step has happened; the loader deals it out again
@@ -313,7 +316,7 @@ class OwnLoop:
             self.job.guard.due(self.state.step, self.job.comm.size),
             *self.job.checkpoints.riders(self.state.step + 1, self.job.is_first),
         )
-        reduced = self.job.strategy.reduce(list(map(float, notes)))
+        reduced = self._strategy.reduce(list(map(float, notes)))
         rows = [Notes(*row) for row in reduced.notes]
         self.job.check_stream(self.state.step + 1, [row.check for row in rows])
         self.job.compare_replicas(self.state.step, [row.checksum for row in rows])
@@ -340,7 +343,7 @@ class OwnLoop:
         seeds.apply(seeds.derive(self.job.spec.seed, "update", self.state.step))
         update_started = time.perf_counter()
         self.job.checkpoints.await_copy()
-        self.job.strategy.step(reduced.loss, _no_closure)
+        self._strategy.step(reduced.loss, _no_closure)
         self.job.update_s = time.perf_counter() - update_started
         self.loss = reduced.loss
         self._left_inside_a_step = False
@@ -349,7 +352,8 @@ class OwnLoop:
         if any(row.stop for row in rows):
             self.state.stopped_early = self.job.session.station.stop_because or "the run was asked to stop"
             self.state.stopped_by_run = True
-        report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s)
+        noise = self.job.observe_noise(reduced, sum(self._loaded.step.counts))
+        report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s, noise)
         # Later: what the script does after this step, such as a schedule's step, belongs to the state that travels.
         self._change_due = any(row.change for row in rows) and not self.state.stopped_early
         self._riders = [row.riders for row in rows]

@@ -20,10 +20,10 @@ from torch import nn
 from unisono.checkpoint.listing import good_checkpoints, list_steps, newest_good
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.matching import require_match
-from unisono.checkpoint.reading import read_tensors
+from unisono.checkpoint.reading import read_tensors, verify
 from unisono.checkpoint.retention import Best
 from unisono.checkpoint.seal import Seal, find_seal
-from unisono.checkpoint.specs import specs_of
+from unisono.checkpoint.specs import CARRIED, Held, carried_name, declared, specs_of
 from unisono.checkpoint.store import Store, open_store
 from unisono.comm import state_tree
 from unisono.core import events
@@ -32,6 +32,7 @@ from unisono.core.fingerprint import Fingerprint
 from unisono.core.interval import Interval, parse_interval
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import JobSpec, RunSpec
+from unisono.parallel.carried import NOTHING, Carried, Make, State
 from unisono.train.saving import Keeping
 
 _MAY_DIFFER = ("epochs", "max_steps")
@@ -96,6 +97,22 @@ def captured(
     return tensors, {"tree": tree}, frozenset(steady)
 
 
+def captured_carried(carried: Carried) -> tuple[dict[str, torch.Tensor], dict[str, Held]]:
+    """The states of this worker's microbatches by name, and who holds those of all."""
+    own = {
+        carried_name(microbatch, name): tensor.detach()
+        for microbatch, state in carried.mine.items()
+        for name, tensor in state.items()
+    }
+    shapes = [(name, declared(name, *kind)) for name, kind in carried.shapes.items()]
+    held = {
+        carried_name(microbatch, name): Held(spec, holder)
+        for microbatch, holder in carried.holders.items()
+        for name, spec in shapes
+    }
+    return own, held
+
+
 @dataclass(frozen=True)
 class TakenUp:
     """A state as `capture` saw it, the checkpoint that it is from, and what is not as it was, in words."""
@@ -105,7 +122,7 @@ class TakenUp:
     differs: list[str]
 
 
-def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) -> TakenUp:
+def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint, carried: Carried = NOTHING) -> TakenUp:
     """The newest checkpoint of which every byte is right. Raises CheckpointMismatch, which names what does not fit."""
     assert home.found is not None
     assert home.store is not None
@@ -116,7 +133,11 @@ def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) 
         require_match(here, dataclasses.replace(manifest, tensors=saved))
         differs = differences(manifest, spec, fingerprint, home.force)
         try:
-            tensors = dict(read_tensors(home.store, manifest, seal=home.seal))
+            names = [name for name in manifest.tensors if not name.startswith(CARRIED)]
+            tensors = dict(read_tensors(home.store, manifest, names, home.seal))
+            if carried is not NOTHING:  # read later, by whoever needs it; but damage must show while there is a choice
+                for problem in verify(home.store, _carried_part(manifest), home.seal):
+                    raise problem
         except CheckpointDamaged as error:
             home.passed_over.append(error.what)
             continue
@@ -127,6 +148,42 @@ def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint) 
         cause="\n".join(home.passed_over),
         do="restore the files from a copy, or begin anew in another directory",
     )
+
+
+def _carried_part(manifest: Manifest) -> Manifest:
+    tensors = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith(CARRIED)}
+    used = {piece.chunk for tensor in tensors.values() for piece in tensor.pieces}
+    chunks = {digest: chunk for digest, chunk in manifest.chunks.items() if digest in used}
+    return dataclasses.replace(manifest, tensors=tensors, chunks=chunks)
+
+
+def carried_in(home: Home, manifest: Manifest, carried: Carried, microbatches: int) -> tuple[Make | None, str]:
+    """How to read the state of a microbatch, None if it begins anew; and what the user should know about it."""
+    part, at = _carried_part(manifest), f"the checkpoint of step {manifest.step}"
+    if not carried.shapes:
+        text = f"{at} holds state that belongs to microbatches ({CARRIED}*); this training has none, so it is ignored"
+        return None, text if part.tensors else ""
+    anew = f"{carried.what} begins anew, so the result will not be that of a run without this interruption"
+    if not part.tensors:
+        return None, f"{at} does not hold {carried.what}: {anew}"
+    wanted = {
+        carried_name(microbatch, name): declared(name, *kind)
+        for microbatch in range(microbatches)
+        for name, kind in carried.shapes.items()
+    }
+    try:
+        require_match(wanted, part)
+    except CheckpointMismatch as error:
+        if not home.force:
+            raise
+        return None, f"{error.what}: {anew}"
+
+    def read(microbatch: int) -> State:
+        assert home.store is not None
+        names = {carried_name(microbatch, name): name for name in carried.shapes}
+        return {names[name]: tensor for name, tensor in read_tensors(home.store, manifest, names, home.seal)}
+
+    return read, ""
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from unisono.checkpoint.manifest import MOST_STEPS, Manifest
 from unisono.checkpoint.parts import Part, clear_parts, known_chunks, put_part, read_parts, write_part
 from unisono.checkpoint.retention import Best, prune, retain
 from unisono.checkpoint.seal import Seal
-from unisono.checkpoint.specs import TensorSpec, specs_of
+from unisono.checkpoint.specs import Held, TensorSpec, specs_of
 from unisono.checkpoint.store import Store
 from unisono.core.errors import CheckpointError, InternalError, StoreFull, UnisonoError, UsageError
 
 _PARTS_WITHIN_S = 120.0  # after the first writer's own
 _LONGEST_PAUSE_S = 0.5
+NOBODY: Mapping[str, Held] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Keeping:
     last: int = 2
     every: int | None = None
     best: Best | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A training's state at one moment, as one worker sees it."""
+
+    tensors: Mapping[str, Tensor]  # all that this worker has
+    facts: Mapping[str, Any]
+    steady: Collection[str] = ()  # tensors that only an update changes
+    held: Mapping[str, Held] = field(default_factory=dict)  # those that only one worker has: this one's and the others'
 
 
 @dataclass
@@ -55,6 +67,10 @@ class Copies:
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
             room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return room
+
+    def only(self, names: Collection[str]) -> None:
+        """Give back the rest: what a worker writes changes with the membership."""
+        self._room = {name: room for name, room in self._room.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -103,11 +119,16 @@ class Save:
         room: Copies,
         keeping: Keeping,
         on_committed: Callable[[Outcome], None] = lambda _: None,
+        held: Mapping[str, Held] = NOBODY,
     ) -> None:
-        """Start it. `steady` are tensors that nobody changes before `await_copy`; the rest is copied at once."""
-        self._specs, self._facts, self._on_committed = specs_of(tensors), facts, on_committed
-        plans = assign(plan_chunks(self._specs), len(self.writers))
+        """Start it. `steady` are tensors that nobody changes before `await_copy`; the rest is copied at once. Who holds
+        one of `held` must be a writer."""
+        self._specs = specs_of(tensors) | {name: each.spec for name, each in held.items()}
+        self._facts, self._on_committed = facts, on_committed
+        bound = {name: self.writers.index(each.holder) for name, each in held.items()}
+        plans = assign(plan_chunks(self._specs), len(self.writers), bound)
         mine = plans[self.writers.index(self.worker)] if self.worker in self.writers else []
+        room.only({part.name for plan in mine for part in plan.slices})
         copies = {part.name: room.of(part.name, tensors[part.name]) for plan in mine for part in plan.slices}
         later: list[Callable[[], None]] = []
         for plan in mine:

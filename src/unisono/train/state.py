@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from unisono.train.noise_scale import NoiseScale
+
 
 @dataclass
 class TrainState:
@@ -25,6 +27,7 @@ class TrainState:
     stopped_by_run: bool = False  # from outside: a run that is taken up again goes on
     last_epoch: dict[str, Any] = field(default_factory=dict)  # what callbacks are told at an epoch's end
     news: list[dict[str, Any]] = field(default_factory=list)  # events of the last commit: its sender may have died
+    noise: dict[str, float] = field(default_factory=dict)  # the state of a `NoiseScale`
 
     @property
     def position(self) -> int:
@@ -59,5 +62,6 @@ class TrainState:
         for name, value in data.items():
             if name not in known or type(value) is not known[name]:
                 raise ValueError(f"{name} {value!r} is not part of a training's state")
+        NoiseScale.from_dict(data.get("noise", {}))  # or raises
         for name, value in data.items():
             setattr(self, name, value)

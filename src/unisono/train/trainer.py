@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unisono.core import process
 from unisono.core.errors import ModelMismatch, SetupError, UnisonoError, suggest
 from unisono.data.loading import Data
+from unisono.parallel.local import LocalSteps
 from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
@@ -52,6 +53,7 @@ class Trainer:
         microbatches: M, how many parts a step is cut into; ``--microbatches`` has the last word.
         state: name to an object with `state_dict` and `load_state_dict`: saved with checkpoints, given to joiners.
         exact: False gives up the promise for the backend's own all-reduce.
+        local: `LocalSteps(h=...)`: replicas that update on their own and meet once a round; a step is then a round.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Trainer:
         microbatches: int | None = None,
         exact: bool = True,
         state: Mapping[str, Any] | None = None,
+        local: LocalSteps | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.loss, self.objective = loss, objective
@@ -93,6 +96,7 @@ class Trainer:
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
             schedule, count,
             travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)) | _own(state or {}),
+            local=local,
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short race between reducers on vectors of a real size, within a time budget.
+
+Laps: each contender once, behind a barrier, in turn, so that whatever else the machines do meets all of them alike.
+Who is clearly behind drops out. Times are those of the slowest rank, gathered, so every rank sees the same race.
+Called by `comm.autopilot` and by ``unisono bench comm``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from unisono.comm.links import gather
+from unisono.comm.reducers.seam import Reducer
+from unisono.comm.seam import Comm
+
+TAG = 1 << 23  # of trial reductions; those of gradients and buffers are below
+_MOST_LAPS = 25
+_FAIR_LAPS = 3  # before anybody drops out
+_BEHIND = 1.3  # times the leader's best
+_SHORT_S, _MOST_IN_A_ROW = 2e-3, 16  # what takes less than that is done several times in a row
+
+
+def vectors(count: int, elements: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """To be reduced again and again: zeros, in memory that is really there."""
+    return [torch.empty(elements, dtype=dtype, device=device).zero_() for _ in range(count)]
+
+
+def race(
+    comm: Comm, reducers: Mapping[str, Reducer], parts: Sequence[Tensor], budget_s: float, to_the_end: bool = False
+) -> dict[str, float]:
+    """Median seconds of one reduction by each, on every rank the same numbers. All ranks call it at once.
+
+    `to_the_end`: nobody drops out, for those who want to know the times of all.
+    """
+    started, device = time.perf_counter(), parts[0].device
+    running, times = list(reducers), {name: [0.0] for name in reducers}
+    in_a_row = 1
+    for lap in range(_MOST_LAPS):
+        own = [_timed(comm, reducers[name], parts, in_a_row) for name in running]
+        rows = gather(comm, [*own, time.perf_counter() - started], device=device)
+        for column, name in enumerate(running):
+            slowest = max(row[column] for row in rows)
+            times[name] = [slowest] if lap <= 1 else [*times[name], slowest]  # the first lap warms up
+        leader = min(min(times[name]) for name in running)
+        if lap == 0:
+            in_a_row = max(1, min(_MOST_IN_A_ROW, int(_SHORT_S / max(leader, 1e-6))))
+        elif lap > _FAIR_LAPS and not to_the_end:
+            running = [name for name in running if min(times[name]) <= _BEHIND * leader]
+        if max(row[-1] for row in rows) > budget_s or len(running) == 1:
+            break
+    return {name: median(seconds) for name, seconds in times.items()}
+
+
+def _timed(comm: Comm, reducer: Reducer, parts: Sequence[Tensor], in_a_row: int) -> float:
+    gather(comm, [0.0], device=parts[0].device)
+    started = time.perf_counter()
+    for _ in range(in_a_row):
+        reducer.reduce(parts, TAG)
+    if parts[0].is_cuda:
+        torch.cuda.synchronize(parts[0].device)
+    return (time.perf_counter() - started) / in_a_row

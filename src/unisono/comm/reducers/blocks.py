@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of neighbouring ranks holds once it has added all it can: the reason why other shapes can be exact too.
+
+Exact: the sums of the maximal subtrees inside the block's microbatches, mostly one or two rows. An algorithm that only
+ever joins neighbouring blocks, each in rank order, ends with the one row of the whole tree, whatever its shape.
+Not exact: always one row. Used by every reducer that can keep the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from unisono.comm import tree
+from unisono.comm.seam import Op
+from unisono.core.membership import Membership
+
+
+class Blocks:
+    """For one membership. Remembers what it has worked out: reducers ask for the same again and again."""
+
+    def __init__(self, membership: Membership, exact: bool) -> None:
+        self.membership, self.exact = membership, exact
+        self._rows: dict[tuple[int, int], int] = {}
+        self._plans: dict[tuple[int, ...], tree.Fold] = {}
+
+    def rows(self, first: int, last: int) -> int:
+        """How many rows the ranks ``first..last - 1`` have together."""
+        if (first, last) not in self._rows:
+            self._rows[first, last] = len(self._nodes(first, last))
+        return self._rows[first, last]
+
+    def join(self, cuts: Sequence[int]) -> tree.Fold:
+        """How the rows of the blocks between neighbouring `cuts` become those of the whole block."""
+        key = tuple(cuts)
+        if key not in self._plans:
+            self._plans[key] = self._plan([(a, b) for a, b in pairwise(cuts) if a < b])
+        return self._plans[key]
+
+    def _plan(self, pairs: Sequence[tuple[int, int]]) -> tree.Fold:
+        if not self.exact:
+            return loose(len(pairs))
+        nodes = (node for first, last in pairs for node in self._nodes(first, last))
+        return tree.fold(nodes, self.membership.microbatches)
+
+    def _nodes(self, first: int, last: int) -> tuple[tree.Node, ...]:
+        ranges = self.membership.ranges
+        block = range(ranges[first].start, ranges[last - 1].stop)
+        return tree.cover(block, self.membership.microbatches) if self.exact else ((block.start, block.stop),)
+
+
+def loose(count: int) -> tree.Fold:
+    """One row a block, added one after the other."""
+    return tree.Fold(tuple((0, right) for right in range(1, count)), ((0, (0, count)),))
+
+
+def join_rows(plan: tree.Fold, rows: Sequence[Tensor], op: Op) -> list[Tensor]:
+    """Add as planned, in place; what is left."""
+    for left, right in plan.merges:
+        combine(rows[left], rows[right], op)
+    return [rows[position] for position, _ in plan.nodes]
+
+
+def combine(into: Tensor, other: Tensor, op: Op) -> None:
+    if op == "sum":
+        into.add_(other)
+    else:
+        torch.maximum(into, other, out=into)
+
+
+def settle(row: Tensor, target: Tensor) -> None:
+    """The finished `row` into its place, unless it is there already."""
+    if row.data_ptr() != target.data_ptr():
+        target.copy_(row)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words for communication: times, rates and sizes as people read them, the slowest link, what the autopilot chose.
+
+Used wherever these are printed or drawn: the progress line, ``unisono show``, ``unisono bench comm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.core import events
+
+
+def seconds_of(value: float | None) -> str:
+    """``25 µs``, ``1.25 ms``, ``3.1 s``; a dash for what is not known."""
+    if value is None:
+        return "-"
+    if value < 1e-3:
+        return f"{value * 1e6:.0f} µs"
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def rate_of(bytes_per_s: float) -> str:
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.1f} GB/s"
+    return f"{bytes_per_s / 1e6:.0f} MB/s" if bytes_per_s >= 1e7 else f"{bytes_per_s / 1e6:.2f} MB/s"
+
+
+def size_of(count: float) -> str:
+    """In powers of two, as vectors are made."""
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {name}"
+    return f"{count:.0f} B"
+
+
+def slowest_of(workers: Sequence[int], hosts: Sequence[str], latency_s: float, bytes_per_s: float) -> str:
+    """``worker 1 - worker 3 (ada - bob): 11.8 MB/s, 20.1 ms``"""
+    who = " - ".join(f"worker {worker}" for worker in workers)
+    apart = len(set(hosts)) > 1
+    where = f" ({' - '.join(hosts)})" if apart else f" (both on {hosts[0]})" if hosts and hosts[0] else ""
+    return f"{who}{where}: {rate_of(bytes_per_s)}, {seconds_of(latency_s)}"
+
+
+def slowest_link(event: events.CommChosen) -> str:
+    """Empty where both ends are on one host: there it is chance that decides which pair is slowest."""
+    if len(set(event.slowest_hosts)) < 2:
+        return ""
+    return slowest_of(event.slowest_workers, event.slowest_hosts, event.latency_s, event.bytes_per_s)
+
+
+def choices(event: events.CommChosen) -> list[tuple[int, str, str]]:
+    """(bytes, algorithm, reason) by rising size."""
+    known = sorted(int(count) for count in event.algorithms if count.isdecimal())
+    return [(count, event.algorithms[str(count)], event.because.get(str(count), "")) for count in known]
+
+
+def describe_choice(event: events.CommChosen) -> str:
+    """``direct up to 64 KB, halving up to 25 MB``; shorter where one algorithm does it all."""
+    runs: list[tuple[str, int]] = []
+    for count, name, _ in choices(event):
+        if runs and runs[-1][0] == name:
+            runs.pop()
+        runs.append((name, count))
+    if len(runs) == 1:
+        return f"{runs[0][0]} for all sizes"
+    return ", ".join(f"{name} up to {size_of(count)}" for name, count in runs)
