@@ -41,7 +41,7 @@ from unisono.train.context import Context
 from unisono.train.guard import Guard
 from unisono.train.job import Job, Request
 from unisono.train.numerics import Update
-from unisono.train.provision import check_place, checkpoint_bytes
+from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.resuming import Home, TakenUp, open_home
 from unisono.wire.certificate import Certificate
 
@@ -90,6 +90,7 @@ def open_job(context: Context, request: Request) -> Job:
     _announce(job, home, taken)
     if job.is_first and home.store is not None and not home.interval.is_never:
         expected = checkpoint_bytes(request.model, request.optimizer)
+        expected += spec.microbatches * carried_bytes(job.carried)
         say = partial(_say, job)
         check_place(home.store, expected, home.keeping.last, context.spec.grace, job.comm.size, say)
     return job

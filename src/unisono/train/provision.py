@@ -8,6 +8,7 @@ grace time of a preemption, a notice.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import nn
 from unisono.checkpoint.store import Store, free_bytes, prove_writable
 from unisono.core.errors import StoreFull
 from unisono.core.progress import size
+from unisono.parallel.carried import Carried
 
 _PROBE = "probe/speed"
 _PROBE_BYTES = 4 << 20
@@ -34,6 +36,11 @@ def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     defaults = optimizer.defaults
     copies = 2 if "betas" in defaults else 1 if defaults.get("momentum") or "alpha" in defaults else 0
     return model_bytes + copies * int(sum(trained.values()))
+
+
+def carried_bytes(carried: Carried) -> int:
+    """Of one microbatch's state."""
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in carried.shapes.values())
 
 
 def check_place(
