@@ -132,7 +132,9 @@ class Rows(unisono.Callback):
         assert not model[2].training
         print(info.step, file=self.file)
 
-data(30)[0].numpy().tofile("numbers.bin")
+import os
+data(30)[0].numpy().tofile(f"numbers-{os.getpid()}.bin")
+os.replace(f"numbers-{os.getpid()}.bin", "numbers.bin")  # whole, for workers who read it already
 model = mlp()
 rows = Rows()
 unisono.Trainer(
