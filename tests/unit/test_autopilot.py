@@ -22,8 +22,6 @@ from unisono.comm.autopilot_choice import (
     trial_bytes,
     whose_memory,
 )
-from unisono.comm.autopilot_codec import Rung, after_sample, climb
-from unisono.comm.autopilot_codec import Standing as Level
 from unisono.comm.autopilot_memory import Memory
 from unisono.comm.links import complete, project, rounds, slowest, spread
 from unisono.comm.reducers.cost import Links, uniform
@@ -228,53 +226,3 @@ def test_memory_survives_the_journey_and_turns_to_other_members() -> None:
     assert fewer.is_projected
     assert fewer.names == ("ada", "ada", "bob")
     assert fewer.trials == (Trial("direct", MB, 8.0, 4.0),)
-
-
-# --- codecs
-
-RUNGS = (Rung("bf16", 0.5, 1e-10, 0.01), Rung("int8", 0.26, 2e-10, 0.02), Rung("onebit", 0.04, 4e-10, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("count", "s_per_byte", "limit", "name"),
-    [
-        (25 * MB, 1 / 12.5e6, None, "onebit"),  # 100 Mbit/s: the strongest
-        (25 * MB, 1 / 12.5e6, 1, "int8"),  # onebit was too inaccurate
-        (25 * MB, 1 / 12.5e6, -1, "none"),  # all were
-        (25 * MB, 1 / 1.25e9, None, "int8"),  # 10 Gbit/s: encoding counts too
-        (25 * MB, 1e-11, None, "none"),  # shared memory: nothing to gain
-        (1024, 1 / 12.5e6, None, "none"),  # latency decides, whatever the bytes
-    ],
-)
-def test_the_codec_follows_the_link_and_the_limit(count: int, s_per_byte: float, limit: int | None, name: str) -> None:
-    found = climb(count, RUNGS, 20e-3 if count == 1024 else 1e-4, s_per_byte, limit)
-    assert found.name == name
-    assert found.because
-
-
-def test_an_error_above_the_bound_takes_the_codec_back_and_calm_brings_it_again_later_each_time() -> None:
-    standing, waits = Level(limit=2), []
-    for _ in range(3):
-        standing = after_sample(standing, 2, 0.6, RUNGS)
-        assert standing.limit == 1
-        waits.append(0)
-        while standing.limit < 2:
-            standing = after_sample(standing, 1, 0.001, RUNGS)
-            waits[-1] += 1
-    assert waits[0] < waits[1] < waits[2]
-
-
-@given(st.lists(st.tuples(st.integers(-1, 2), st.floats() | st.just(float("nan"))), max_size=200))
-def test_whatever_is_sampled_no_codec_is_used_right_after_it_failed(samples: list[tuple[int, float]]) -> None:
-    standing = Level(limit=2)
-    for rung, error in samples:
-        used = min(rung, standing.limit)
-        standing = after_sample(standing, used, error, RUNGS)
-        assert -1 <= standing.limit <= 2
-        if used >= 0 and not error <= RUNGS[used].bound:
-            assert climb(25 * MB, RUNGS, 1e-4, 1 / 12.5e6, standing.limit).rung < used
-
-
-def test_an_error_near_the_bound_neither_climbs_nor_falls() -> None:
-    standing = Level(limit=1, calm=3)
-    assert after_sample(standing, 1, 0.015, RUNGS) == Level(limit=1, calm=0)
