@@ -27,6 +27,7 @@ from unisono.comm.autopilot import Pilot
 from unisono.comm.mesh import MeshComm
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
+from unisono.comm.sharing import empty_for
 from unisono.core.membership import Membership, even
 from unisono.wire.certificate import Certificate
 from workload_comm_algorithms import GLOO, makers
@@ -128,7 +129,7 @@ class Contest:
             self.skipped.append(f"{size} bytes: one pass would take about {expected_s:.0f} s")
             return []
         all_series = {name: Series(name, size) for name in names}
-        vector = torch.ones(size // 4)
+        vector = empty_for(self.comm, size // 4, torch.float32, torch.device("cpu"))  # as a strategy's buckets are
         kept = {name: self.build(name, vector) for name in names} if size <= KEPT_BYTES else {}
         warm_ups = WARM_UPS if expected_s < SHORT_S and kept else 0
         took_s: dict[str, float] = {}

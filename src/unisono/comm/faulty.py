@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from unisono.comm.seam import Comm, Message, Op, Pending
+from unisono.comm.sharing import Loan, Sharing
 from unisono.core.membership import Membership
 
 
@@ -49,3 +51,25 @@ class FaultyComm:
 
     def close(self) -> None:
         self.inner.close()
+
+
+class FaultySharingComm(FaultyComm):
+    """Over a Comm whose workers share memory."""
+
+    def __init__(self, inner: Comm, sharing: Sharing, on_collective: Callable[[], None]) -> None:
+        super().__init__(inner, on_collective)
+        self.sharing = sharing
+
+    def empty(self, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.sharing.empty(length, dtype)
+
+    def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
+        self.on_collective()
+        return self.sharing.borrow(receives, tag)
+
+
+def faulty(inner: Comm, on_collective: Callable[[], None]) -> FaultyComm:
+    """With all that `inner` can do."""
+    if isinstance(inner, Sharing):
+        return FaultySharingComm(inner, inner, on_collective)
+    return FaultyComm(inner, on_collective)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comm over our own sockets between CPU workers: unix sockets inside a host, mutual TLS 1.3 between hosts.
+"""Comm of our own between CPU workers: shared memory inside a host, mutual TLS 1.3 between hosts.
 
 This file is the seam: collectives in terms of `exchange`, and which generation is current. `mesh_door` forms a
 generation, `mesh_pump` moves its bytes, `mesh_link` frames them. Unlike gloo, a wait ends the moment a peer dies or
@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from unisono.comm.mesh_arena import Arenas
 from unisono.comm.mesh_door import Door, Meeting
-from unisono.comm.mesh_link import Loss
+from unisono.comm.mesh_loss import Loss
 from unisono.comm.mesh_pump import Pump
+from unisono.comm.mesh_shared import SHARED_BYTES
 from unisono.comm.seam import DONE, Message, Op, Pending
+from unisono.comm.sharing import Loan
 from unisono.comm.slicing import slices
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
@@ -34,7 +37,8 @@ class MeshComm:
 
     `folder` is private to this user; workers with the same `host` meet through sockets in theirs, others by TCP
     on `bind`, the IP address of this machine that they can reach (none: nobody may call from elsewhere).
-    `patience_s` limits the forming of a generation, and any one wait for a peer that says nothing.
+    `patience_s` limits the forming of a generation, and any one wait for a peer that says nothing. `shared_bytes` is
+    what this worker may share with others of its host; 0: tensors go through the sockets there.
     """
 
     def __init__(
@@ -45,13 +49,15 @@ class MeshComm:
         bind: str = "",
         credentials: Certificate | None = None,
         patience_s: float = 1800.0,
+        shared_bytes: int = SHARED_BYTES,
     ) -> None:
         self.worker, self.patience_s = worker, patience_s
         self.rank, self.size, self.generation = 0, 1, 0
         self._gate = threading.Lock()  # guards what abort() reads and writes
         self._before = 0  # generations below this are over
         self._closed = False
-        self._door = Door(worker, folder, host, bind, credentials)
+        self._door = Door(worker, folder, host, bind, credentials, shared_bytes)
+        self._arenas = Arenas(enabled=shared_bytes > 0)
         self._pump = Pump(0)
         self._meeting: Meeting | None = None
         self.address = self._door.address.encode()
@@ -66,14 +72,14 @@ class MeshComm:
             raise ValueError(f"{self.size} members with {len(membership.addresses)} addresses")
         self._meeting = Meeting(self._door, membership, self.patience_s, self._over)
         try:
-            sockets = self._meeting.run()
+            lines = self._meeting.run()
         except PeerLost as error:
             self._enter(Pump(self.generation))
             self._pump.fail(Loss(error.what, error.worker, error.cause))  # later calls shall say the same
             raise
         finally:
             self._meeting = None
-        pump = Pump(self.generation, self.worker, sockets, membership.members, self.patience_s)
+        pump = Pump(self.generation, self.worker, lines, membership.members, self.patience_s, self._arenas)
         self._enter(pump)
         if loss := self._over():  # aborted after the meeting and before abort() could see the pump
             pump.fail(loss)
@@ -82,6 +88,13 @@ class MeshComm:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         return self._pump.exchange(sends, receives, tag)
+
+    def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
+        return self._pump.borrow(receives, tag)
+
+    def empty(self, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A vector that workers of this host read where it is: for what is sent in every step, such as a bucket."""
+        return self._arenas.empty(length, dtype)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
@@ -134,6 +147,12 @@ class MeshComm:
         """Grows while bytes come or go, in this generation."""
         return self._pump.served
 
+    @property
+    def notice(self) -> str:
+        """Worth telling the user: workers of this host do not share memory, and why. Empty when all is well."""
+        why = self._door.notice or self._arenas.notice
+        return why and f"workers of this host exchange tensors through sockets, not shared memory: {why}"
+
     def missing(self) -> list[int]:
         """From any thread: the workers whom this one is waiting for, if it is waiting."""
         meeting = self._meeting
@@ -153,6 +172,7 @@ class MeshComm:
                 return
             self._closed = True
         self._pump.retire()
+        self._arenas.forget()
         self._door.close()
         _OPEN.discard(self)
 
@@ -172,6 +192,7 @@ class MeshComm:
     def _forget(self) -> None:
         self._closed, self._gate = True, threading.Lock()  # the old one may be held by a thread that is not here
         self._pump.forget()
+        self._arenas.forget()
         self._door.forget()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What two workers of the mesh say before they are connected: where one listens, and the hello on a connection.
 
-An address is one line of text that travels in the membership. A hello is 32 bytes; the answer to it has the same
+An address is one line of text that travels in the membership. A hello is 40 bytes; the answer to it has the same
 form. Pure values: the sockets are in `mesh_talk` and `mesh_door`.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-_HELLO = struct.Struct("!8sqqq")
-_MAGIC = b"unisono\x01"  # the last byte is the version of what follows on the connection
+_HELLO = struct.Struct("!8sqqqq")
+_MAGIC = b"unisono\x02"  # the last byte is the version of what follows on the connection
 HELLO_BYTES = _HELLO.size
 
 
@@ -43,18 +43,19 @@ class Address:
 
 @dataclass(frozen=True)
 class Hello:
-    """`worker` calls `to` in order to form `generation`."""
+    """`worker` calls `to` in order to form `generation`, and shares memory with lanes of `lane` bytes, if not 0."""
 
     generation: int
     worker: int
     to: int
+    lane: int = 0
 
     def encode(self) -> bytes:
-        return _HELLO.pack(_MAGIC, self.generation, self.worker, self.to)
+        return _HELLO.pack(_MAGIC, self.generation, self.worker, self.to, self.lane)
 
     @staticmethod
     def parse(data: bytes) -> Hello:
-        magic, generation, worker, to = _HELLO.unpack(data)
+        magic, generation, worker, to, lane = _HELLO.unpack(data)
         if magic != _MAGIC:
             raise ValueError("not a hello of this version")
-        return Hello(generation, worker, to)
+        return Hello(generation, worker, to, lane)

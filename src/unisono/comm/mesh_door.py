@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unisono.comm.mesh_address import Address, Hello
-from unisono.comm.mesh_link import Loss
-from unisono.comm.mesh_talk import Talk, Wire, near_socket, socket_for, widen
+from unisono.comm.mesh_loss import Loss
+from unisono.comm.mesh_shared import lane_bytes
+from unisono.comm.mesh_talk import Line, Talk, near_socket, socket_for, widen
 from unisono.comm.mesh_tls import Tls
 from unisono.core.errors import RunDirectoryError, SetupError
 from unisono.core.membership import Membership
@@ -32,8 +33,12 @@ _REDIAL_S = (0.01, 0.25)  # first and longest pause between two calls
 
 
 class Door:
-    def __init__(self, worker: int, folder: Path, host: str, bind: str, credentials: Certificate | None) -> None:
-        self.worker = worker
+    """`shared_bytes` limits the memory for tensors to workers of this host; `notice` says why there is none, if so."""
+
+    def __init__(
+        self, worker: int, folder: Path, host: str, bind: str, credentials: Certificate | None, shared_bytes: int
+    ) -> None:
+        self.worker, self.shared_bytes, self.notice = worker, shared_bytes, ""
         self.tls = Tls(credentials) if credentials else None
         self.parked: dict[int, Talk] = {}  # by worker: callers who are ahead of us
         self.dropped = False
@@ -82,8 +87,10 @@ class Door:
 
     def forget(self) -> None:
         """Close what this process has open; another that still uses the same sockets does not notice."""
-        for sock in [*self.listeners.values(), *(talk.sock for talk in self.parked.values())]:
-            sock.close()
+        for listener in self.listeners.values():
+            listener.close()
+        for talk in self.parked.values():
+            talk.close()
         self.listeners, self.parked = {}, {}
         if self.wake >= 0:
             os.close(self.wake)
@@ -96,7 +103,7 @@ class Meeting:
     def __init__(self, door: Door, membership: Membership, patience_s: float, over: Callable[[], Loss | None]) -> None:
         self._door, self._membership, self._over, self._patience_s = door, membership, over, patience_s
         self._deadline = time.monotonic() + patience_s
-        self._found: dict[int, Wire] = {}  # by worker
+        self._found: dict[int, Line] = {}  # by worker
         self._talks: dict[int, Talk] = {}  # by file descriptor
         self._redial: dict[int, tuple[float, float]] = {}  # by worker: when to call, and the pause after that
         self._failed: dict[int, str] = {}  # by worker: why the last call came to nothing
@@ -104,6 +111,8 @@ class Meeting:
         self._epoll.register(door.wake, select.EPOLLIN)
         rank = membership.rank_of(door.worker)
         self._callers = set(membership.members[:rank])
+        neighbours = sum(each.startswith(f"{door.address.host};") for each in membership.addresses) - 1
+        self._lane = lane_bytes(door.shared_bytes, neighbours)
         called = membership.members[rank + 1 :]
         self._targets = {w: Address.parse(membership.addresses[membership.rank_of(w)]) for w in called}
         for worker, target in self._targets.items():
@@ -114,20 +123,20 @@ class Meeting:
                     do="start the workers of a run on several hosts with an address to listen on",
                 )
 
-    def run(self) -> dict[int, Wire]:
+    def run(self) -> dict[int, Line]:
         try:
             if not self._door.dropped:
                 self._open()
             while self._incomplete():
                 self._turn()
-            return {self._membership.rank_of(worker): sock for worker, sock in self._found.items()}
+            return {self._membership.rank_of(worker): line for worker, line in self._found.items()}
         except BaseException:
-            for sock in self._found.values():
-                sock.close()
+            for line in self._found.values():
+                line.sock.close()
             raise
         finally:
             for talk in self._talks.values():  # a member among them calls again
-                talk.sock.close()
+                talk.close()
             self._epoll.close()
 
     def missing(self) -> list[int]:
@@ -177,7 +186,7 @@ class Meeting:
     def _call(self, worker: int) -> None:
         target = self._targets[worker]
         near = target.host == self._door.address.host
-        hello = Hello(self._membership.generation, self._door.worker, worker)
+        hello = Hello(self._membership.generation, self._door.worker, worker, self._lane)
         talk = Talk(socket_for(target, near), worker)
         talk.steps = talk.call(target, near, self._door.tls, hello)
         self._follow(talk)
@@ -216,7 +225,7 @@ class Meeting:
         hello, generation = talk.hello, self._membership.generation
         assert hello is not None
         if talk.worker is not None:  # we called
-            if hello == Hello(generation, talk.worker, self._door.worker):
+            if hello == Hello(generation, talk.worker, self._door.worker, hello.lane):
                 self._keep(talk)
             else:
                 self._end(talk, f"worker {hello.worker} of generation {hello.generation} answered")
@@ -229,7 +238,7 @@ class Meeting:
                 self._end(talk)
                 return
             if parked is not None:
-                parked.sock.close()
+                parked.close()
             self._door.parked[hello.worker] = talk
         elif hello.worker in self._callers:
             try:
@@ -245,13 +254,14 @@ class Meeting:
         assert talk.hello is not None
         worker = talk.hello.worker
         if worker in self._found:  # it called again, so its first connection is of no use to it
-            self._found[worker].close()
-        self._found[worker] = talk.sock
+            self._found[worker].sock.close()
+        self._found[worker] = Line(talk.sock, talk.lanes)
+        self._door.notice = self._door.notice or talk.notice
         self._redial.pop(worker, None)
 
     def _end(self, talk: Talk, why: str = "") -> None:
         self._talks.pop(talk.sock.fileno(), None)
-        talk.sock.close()
+        talk.close()
         if talk.worker is not None:
             _, pause = self._redial[talk.worker]
             self._redial[talk.worker] = (time.monotonic() + pause, min(2 * pause, _REDIAL_S[1]))

@@ -2,147 +2,213 @@
 """One connection of a formed generation: frames out of and into the memory of tensors.
 
 A frame is a header (tag, bytes) and the bytes. Frames wait in order for the socket; incoming ones are read straight
-into the tensor that was posted for their tag, or kept until one is. Nothing blocks and nothing here locks: `mesh_pump`
-decides when to read and write, one thread at a time.
+into the tensor that was posted for their tag, or kept until one is. Where two share memory, the bytes of a large frame
+go through its lane, piece by piece, and the socket carries only a note of each piece and of the room that is free
+again; or, if they lie in an arena, they are shown where they are, and the note that comes back says that they were
+read. Nothing blocks and nothing here locks: `mesh_pump` decides when to read and write, one thread at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 import struct
+from array import array
 from collections import deque
-from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 import numpy as np
 
-from unisono.comm.mesh_talk import Wire
+from unisono.comm.mesh_arena import Arenas, Seen
+from unisono.comm.mesh_frames import Count, Incoming, Outgoing
+from unisono.comm.mesh_loss import Broken, Loss
+from unisono.comm.mesh_shared import Outlet
+from unisono.comm.mesh_talk import Line
 from unisono.comm.mesh_tls import SecureSocket
-from unisono.core.errors import PeerLost
 
 _HEADER = struct.Struct("!qQ")
 _GOODBYE = -(1 << 62)  # the tag of the last frame; its length says whom the sender has lost: worker + 1, or 0
+_PIECE = _GOODBYE + 1  # so many bytes of the frame under way lie in the lane
+_ROOM = _GOODBYE + 2  # so many bytes of our lane are free again
+_ARENA = _GOODBYE + 3  # this is the arena of that number; its descriptor comes along
+_SHOWN = _GOODBYE + 4  # the frame under way lies there, in an arena
+_TAKEN = _GOODBYE + 5  # that one of the frames that you have shown was read
+_LANE_FROM_BYTES = 1 << 17  # smaller frames are not worth a note
+_SHOW_FROM_BYTES = 1 << 18  # and smaller ones than these no waiting for the other side
 _STAGE_BYTES = 1 << 15  # what is read at once while we do not know whose it is
 _READ_BYTES = 8 << 20  # and in one visit: then it is the other links' turn
 _WRITE_FRAMES = 64
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a generation is over. `worker` is the one to blame, None when it was given up as a whole."""
-
-    what: str
-    worker: int | None = None
-    cause: str = ""
-    out_of_step: bool = False
-
-    def error(self) -> PeerLost:
-        """A new one each time: several threads may raise it."""
-        lost = PeerLost(self.what, cause=self.cause)
-        lost.worker, lost.out_of_step = self.worker, self.out_of_step
-        return lost
-
-
-class Broken(Exception):
-    """The connection is of no use any more; carries why."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__(loss.what)
-        self.loss = loss
-
-
-class Count:
-    """How many messages of one exchange are still under way."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-@dataclass
-class _Incoming:
-    """A message being read into `memory`: the tensor's, or our own while nobody has asked for it (`count` is None)."""
-
-    memory: memoryview
-    count: Count | None = None
-    target: memoryview | None = None  # where our own copy shall go once it is whole
-    whole: bool = False
-
-    def finish(self) -> None:
-        self.whole = True
-        if self.target is not None:
-            self.target[:] = self.memory
-        if self.count is not None:
-            self.count.left -= 1
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(array("i").itemsize)
 
 
 class Link:
     """`left` says that the other worker said goodbye and meant no harm: only those who need it are affected."""
 
-    def __init__(self, sock: Wire, worker: int) -> None:
-        self.sock, self.worker = sock, worker
+    def __init__(self, line: Line, worker: int, arenas: Arenas) -> None:
+        self.sock, self.worker, self._lanes, self._arenas = line.sock, worker, line.lanes, arenas
         self.left = False
         self.interest = 0  # what the pump has registered
-        self._outgoing: deque[tuple[memoryview, Count | None]] = deque()
-        self._posted: dict[int, deque[_Incoming]] = {}
-        self._early: dict[int, deque[_Incoming]] = {}
+        self._outlet = line.lanes.out if line.lanes else None
+        self._inlet = line.lanes.in_ if line.lanes else None
+        self._unsent = 0  # messages
+        self._waiting: deque[Outgoing] = deque()  # in order; the first may wait for room in the lane
+        self._stream: deque[tuple[memoryview, Count | None, int]] = deque()  # for the socket; a descriptor, or -1
+        self._announced: set[int] = set()  # arenas that the other side knows
+        self._showing: dict[int, Count] = {}  # messages that the other side has not read yet
+        self._shown = 0  # messages, ever
+        self._seen, self._seen_count = Seen(), 0
+        self._posted: dict[int, deque[Incoming]] = {}
+        self._early: dict[int, deque[Incoming]] = {}
         self._stage = memoryview(bytearray(_STAGE_BYTES))
         self._staged = 0  # bytes of an incomplete header at the start of the stage
-        self._current: _Incoming | None = None
+        self._current: Incoming | None = None
         self._rest = memoryview(b"")  # of the current message's memory
+        self._by_lane = False  # how the current message's bytes come
+
+    def forget(self) -> None:
+        """Close what this process has open, without a word; shared memory goes with the last who looks at it."""
+        self.sock.close()
+        self._seen.forget()
+        self._lanes = self._outlet = self._inlet = None
+        self._early, self._current = {}, None  # which may lie in the other side's memory
+
+    def withdraw(self, blamed: int | None) -> None:
+        """From now on our tensors may change, whether the other side has read them or not."""
+        if self._lanes is not None:
+            self._lanes.withdraw(blamed)
 
     # ---- writing
 
     def post_send(self, tag: int, data: memoryview, count: Count) -> None:
-        header = memoryview(_HEADER.pack(tag, len(data)))
-        if len(data):
-            self._outgoing.append((header, None))
-            self._outgoing.append((data, count))
-        else:
-            self._outgoing.append((header, count))
+        self._unsent += 1
+        self._waiting.append(Outgoing(tag, data, count))
 
     @property
     def has_more(self) -> bool:
-        return bool(self._outgoing)
+        """Somebody waits for a message to leave."""
+        return self._unsent > 0
+
+    @property
+    def can_write(self) -> bool:
+        """There is something for the socket, as far as we know."""
+        if self._stream or (self._inlet is not None and self._inlet.taken):
+            return True
+        return bool(self._waiting) and (self._outlet is None or self._outlet.free > 0)
+
+    @property
+    def congested(self) -> bool:
+        """The socket took less than there was; it shall say when it takes more."""
+        return bool(self._stream)
 
     def write(self) -> None:
         """As much as the socket takes now. Raises OSError when the connection is gone."""
         with contextlib.suppress(BlockingIOError):
-            while self._outgoing:
-                self._sent(self.sock.sendmsg([view for view, _ in islice(self._outgoing, _WRITE_FRAMES)]))
+            self._return_room()
+            while self._stream or self._line_up():
+                self._sent(self._send())
+
+    def _send(self) -> int:
+        """What is next for the socket; a descriptor goes along with a word of its own."""
+        view, _, descriptor = self._stream[0]
+        if descriptor >= 0:
+            assert isinstance(self.sock, socket.socket)
+            return socket.send_fds(self.sock, [view], [descriptor])
+        together = takewhile(lambda entry: entry[2] < 0, islice(self._stream, _WRITE_FRAMES))
+        return self.sock.sendmsg([view for view, _, _ in together])
+
+    def _line_up(self) -> bool:
+        """Small frames, up to the next piece of a large one. False when there are none, or no room in the lane."""
+        while self._waiting and len(self._stream) < _WRITE_FRAMES:
+            message = self._waiting[0]
+            if self._outlet is not None and len(message.rest) >= (1 if message.begun else _LANE_FROM_BYTES):
+                if not message.begun and self._show(message):
+                    continue
+                self._put_piece(message, self._outlet)
+                break
+            self._waiting.popleft()
+            self._say(message.tag, len(message.rest), None if message.rest else message.count)
+            if message.rest:
+                self._stream.append((message.rest, message.count, -1))
+        return bool(self._stream)
+
+    def _show(self, message: Outgoing) -> bool:
+        """If it lies in an arena, let the other side read it there. It is ours again when that has happened."""
+        address, length = np.asarray(message.rest).ctypes.data, len(message.rest)
+        arena = self._arenas.find(address, length) if length >= _SHOW_FROM_BYTES else None
+        if arena is None:
+            return False
+        if arena.number not in self._announced:
+            self._announced.add(arena.number)
+            self._say(_ARENA, arena.number, descriptor=arena.descriptor)
+        self._say(message.tag, length)
+        self._say(_SHOWN, arena.place(address))
+        self._showing[self._shown] = message.count
+        self._shown += 1
+        self._waiting.popleft()
+        return True
+
+    def _put_piece(self, message: Outgoing, outlet: Outlet) -> None:
+        if not message.begun:
+            self._say(message.tag, len(message.rest))
+            message.begun = True
+        if put := outlet.put(np.asarray(message.rest)):
+            message.rest = message.rest[put:]
+            self._say(_PIECE, put, None if message.rest else message.count)
+            if not message.rest:
+                self._waiting.popleft()
+
+    def _return_room(self) -> None:
+        if self._inlet is not None and self._inlet.taken:
+            self._say(_ROOM, self._inlet.taken)
+            self._inlet.taken = 0
+
+    def _say(self, tag: int, size: int, count: Count | None = None, descriptor: int = -1) -> None:
+        self._stream.append((memoryview(_HEADER.pack(tag, size)), count, descriptor))
 
     def _sent(self, sent: int) -> None:
         while sent:
-            view, count = self._outgoing[0]
+            view, count, _ = self._stream[0]
             if sent < len(view):
-                self._outgoing[0] = (view[sent:], count)
+                self._stream[0] = (view[sent:], count, -1)
                 return
             sent -= len(view)
-            self._outgoing.popleft()
+            self._stream.popleft()
             if count is not None:
-                count.left -= 1
+                self._done(count)
+
+    def _done(self, count: Count) -> None:
+        count.left -= 1
+        self._unsent -= 1
 
     def say_goodbye(self, blamed: int | None) -> None:
-        """Best effort: impossible in the middle of a frame, and useless when the other side is gone."""
-        if not self._outgoing:
-            self._outgoing.append((memoryview(_HEADER.pack(_GOODBYE, 0 if blamed is None else blamed + 1)), None))
-            self.write()
+        """Best effort: impossible while the socket is full, and useless when the other side is gone."""
+        if not self._stream:
+            self._say(_GOODBYE, 0 if blamed is None else blamed + 1)
+            self._sent(self._send())
 
     # ---- reading
 
-    def post_receive(self, tag: int, memory: memoryview, count: Count) -> None:
+    def post_receive(self, message: Incoming, tag: int) -> None:
         early = self._early.get(tag)
         if early is None:
-            self._posted.setdefault(tag, deque()).append(_Incoming(memory, count))
+            self._posted.setdefault(tag, deque()).append(message)
             return
-        message = early.popleft()
+        found = early.popleft()
         if not early:
             del self._early[tag]
-        self._same_length(len(message.memory), len(memory))
-        message.target, message.count = memory, count
-        if message.whole:
+        self._same_length(len(found.memory), len(message.memory))
+        message.shown = found.shown
+        if found.whole and message.borrows:
+            message.stay(found.memory)
             message.finish()
+            return
+        here = len(message.memory) - (len(self._rest) if found is self._current else 0)
+        np.copyto(np.asarray(message.memory[:here]), np.asarray(found.memory[:here]))
+        if found.whole:
+            self.give_back(message)
+            message.finish()
+        else:  # the rest of it comes straight to where it belongs
+            self._current, self._rest = message, message.memory[here:]
 
     @property
     def expects(self) -> bool:
@@ -153,23 +219,33 @@ class Link:
         """Take what has arrived, up to a limit; how many bytes. Raises OSError or Broken when no more can come."""
         taken = 0
         while (taken < _READ_BYTES or not self.drained) and not self.left:
-            room = self._rest if self._current is not None else self._stage[self._staged :]
+            inline = self._current is not None and not self._by_lane
+            room = self._rest if inline else self._stage[self._staged :]
             try:
-                count = self.sock.recv_into(room)
+                count = self._receive(room)
             except BlockingIOError:
                 return taken
             if not count:
                 raise ConnectionError("the other side is gone")
             taken += count
-            if self._current is None:
-                self._unpack(self._staged + count)
-            else:
+            if inline:
                 self._rest = room[count:]
                 if count == len(room):
                     self._finish()
+            else:
+                self._unpack(self._staged + count)
             if count < len(room) and self.drained:
                 break
         return taken
+
+    def _receive(self, room: memoryview) -> int:
+        if self._lanes is None:
+            return self.sock.recv_into(room)
+        assert isinstance(self.sock, socket.socket)
+        count, words, _, _ = self.sock.recvmsg_into([room], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
+        for _, _, data in words:
+            self._seen.handed.extend(array("i", data))
+        return count
 
     @property
     def drained(self) -> bool:
@@ -182,14 +258,16 @@ class Link:
         while length - start >= _HEADER.size and not self.left:
             tag, size = _HEADER.unpack_from(self._stage, start)
             start += _HEADER.size
-            if tag == _GOODBYE:
-                self._hear_goodbye(size)
-                return
-            self._current = self._begin(tag, size)
+            if tag <= _TAKEN:
+                self._hear(tag, size)
+                continue
+            self._begin(tag, size)
+            if self._by_lane:
+                continue
             here = min(size, length - start)
-            self._current.memory[:here] = self._stage[start : start + here]
+            self._rest[:here] = self._stage[start : start + here]
             start += here
-            self._rest = self._current.memory[here:]
+            self._rest = self._rest[here:]
             if here < size:
                 self._staged = 0
                 return
@@ -197,22 +275,85 @@ class Link:
         self._staged = length - start
         self._stage[: self._staged] = self._stage[start:length]
 
-    def _begin(self, tag: int, size: int) -> _Incoming:
+    def _begin(self, tag: int, size: int) -> None:
+        if self._current is not None:
+            raise self._nonsense("a frame inside a frame")
         posted = self._posted.get(tag)
         if posted is not None:
             message = posted.popleft()
             if not posted:
                 del self._posted[tag]
             self._same_length(size, len(message.memory))
-            return message
-        message = _Incoming(np.empty(size, np.uint8).data)
-        self._early.setdefault(tag, deque()).append(message)
-        return message
+        else:
+            try:
+                message = Incoming(np.empty(size, np.uint8).data)
+            except (MemoryError, ValueError):
+                raise self._nonsense(f"a frame of {size} bytes") from None
+            self._early.setdefault(tag, deque()).append(message)
+        self._current, self._rest = message, message.memory
+        self._by_lane = self._inlet is not None and size >= _LANE_FROM_BYTES
 
     def _finish(self) -> None:
         assert self._current is not None
         self._current.finish()
-        self._current = None
+        self._current, self._by_lane = None, False
+
+    def _hear(self, word: int, number: int) -> None:
+        """What the two of us say to each other beside the frames."""
+        try:
+            if word == _PIECE and self._by_lane and self._inlet is not None:
+                self._inlet.take(number, np.asarray(self._rest))
+                self._rest = self._rest[number:]
+                if not self._rest:
+                    self._finish()
+                if self._inlet.enough:
+                    self._hurry()
+            elif word == _ROOM and self._outlet is not None:
+                self._outlet.give_back(number)
+            elif word == _ARENA and self._lanes is not None:
+                self._seen.open(number)
+            elif word == _SHOWN and self._by_lane:
+                self._read_shown(number)
+            elif word == _TAKEN and number in self._showing:
+                self._done(self._showing.pop(number))
+            elif word == _GOODBYE:
+                self._hear_goodbye(number)
+            else:
+                raise ValueError("a word that means nothing here")
+        except ValueError as error:
+            raise self._nonsense(str(error)) from None
+
+    def _read_shown(self, place: int) -> None:
+        """If somebody has asked for it. Otherwise, or if he borrows, it stays where it is and the other side waits."""
+        message = self._current
+        assert message is not None
+        there = self._seen.at(place, len(message.memory))
+        message.shown, self._seen_count = self._seen_count, self._seen_count + 1
+        if message.count is None or message.borrows:
+            message.stay(there.data)
+        else:
+            np.copyto(np.asarray(message.memory), there)
+            self.give_back(message)
+        self._finish()
+
+    def give_back(self, message: Incoming) -> None:
+        """We have read what we were shown, if we were; unless the other side has given up meanwhile."""
+        if message.shown < 0:
+            return
+        if why := self._lanes.withdrawn if self._lanes is not None else 1:
+            raise Broken(Loss(f"worker {self.worker} has given this generation up", why - 2 if why > 1 else None))
+        self._say(_TAKEN, message.shown)
+
+    def _hurry(self) -> None:
+        """The other side could put more into the lane: tell it before we take the next piece."""
+        waiting = bool(self._stream)
+        self._return_room()
+        if not waiting:
+            with contextlib.suppress(OSError):  # whoever writes next finds out
+                self._sent(self._send())
+
+    def _nonsense(self, what: str) -> Broken:
+        return Broken(Loss(f"the connection to worker {self.worker} carried nonsense", self.worker, what))
 
     def _same_length(self, sent: int, expected: int) -> None:
         if sent != expected:

@@ -9,17 +9,23 @@ A generation that has failed stays failed: every later call raises the same loss
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch import uint8 as BYTES
 
-from unisono.comm.mesh_link import Broken, Count, Link, Loss
-from unisono.comm.mesh_talk import Wire
+from unisono.comm.mesh_arena import Arenas
+from unisono.comm.mesh_frames import Count, Incoming
+from unisono.comm.mesh_link import Link
+from unisono.comm.mesh_loss import Broken, Loss
+from unisono.comm.mesh_talk import Line
 from unisono.comm.seam import Message
 
 
@@ -44,20 +50,57 @@ class Exchange(Count):
             self._pump.wait(self)
 
 
+class Borrowing(Exchange):
+    """Like `Exchange`; `rows` are what has come, some of it in the memory of other workers until it is given back."""
+
+    __slots__ = ("_incoming", "_receives")
+
+    def __init__(self, pump: Pump, receives: Sequence[tuple[Message, Link]]) -> None:
+        super().__init__(pump, len(receives))
+        self._receives = receives
+        self._incoming = [Incoming(memory_of(message.tensor), self, borrows=True) for message, _ in receives]
+
+    @property
+    def messages(self) -> list[tuple[Link, Incoming]]:
+        return [(link, message) for (_, link), message in zip(self._receives, self._incoming, strict=True)]
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """After `wait`; to be read only."""
+        return [
+            tensor_at(coming.memory, message.tensor) if coming.elsewhere else message.tensor
+            for (message, _), coming in zip(self._receives, self._incoming, strict=True)
+        ]
+
+    def give_back(self) -> None:
+        self._pump.give_back(self)
+
+
+def tensor_at(memory: memoryview, like: Tensor) -> Tensor:
+    """A tensor on somebody else's memory. The caller keeps it alive, and writes nothing: the system would not let him.
+
+    By its address: torch complains of memory that it cannot write to.
+    """
+    array = np.asarray(memory)
+    view = (ctypes.c_byte * len(memory)).from_address(array.ctypes.data)
+    return torch.frombuffer(view, dtype=like.dtype).view(like.shape)
+
+
 def _broke(link: Link, error: OSError) -> Loss:
     return Loss(f"the connection to worker {link.worker} broke", link.worker, str(error))
 
 
 class Pump:
-    """`sockets` by rank, `workers` the ids of all ranks."""
+    """`lines` by rank, `workers` the ids of all ranks."""
 
     def __init__(
         self,
         generation: int,
         own: int = 0,
-        sockets: Mapping[int, Wire] | None = None,
+        lines: Mapping[int, Line] | None = None,
         workers: Sequence[int] = (),
         patience_s: float = 1800.0,
+        arenas: Arenas | None = None,
     ) -> None:
         self.generation = generation
         self._own, self._patience_s = own, patience_s
@@ -71,7 +114,8 @@ class Pump:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._links = {rank: Link(sock, workers[rank]) for rank, sock in (sockets or {}).items()}
+        known = arenas or Arenas(enabled=False)
+        self._links = {rank: Link(line, workers[rank], known) for rank, line in (lines or {}).items()}
         self._by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
         for descriptor, link in self._by_descriptor.items():
             link.interest = select.EPOLLIN
@@ -88,16 +132,36 @@ class Pump:
         with self._lock:
             self._raise_loss()
             for link, memory in incoming:
-                try:
-                    link.post_receive(tag, memory, pending)
-                except Broken as broken:
-                    self._lose(broken.loss)
+                self._post(link, Incoming(memory, pending), tag)
             for link, memory in outgoing:
                 link.post_send(tag, memory, pending)
-            for link in dict.fromkeys(link for link, _ in outgoing):
-                self._write(link)
+            for link in dict.fromkeys(link for link, _ in (*outgoing, *incoming)):
+                if link.can_write:
+                    self._write(link)
             self._miss_those_who_left()
         return pending
+
+    def borrow(self, receives: Sequence[Message], tag: int) -> Borrowing:
+        """Like `exchange` without sends, but what others show is not copied: whoever asked gives it back."""
+        self._raise_loss()
+        pending = Borrowing(self, [(message, self._links[message.peer]) for message in receives])
+        with self._lock:
+            self._raise_loss()
+            for link, message in pending.messages:
+                self._post(link, message, tag)
+            self._miss_those_who_left()
+        return pending
+
+    def give_back(self, pending: Borrowing) -> None:
+        """Raises the loss if a lender has changed its mind meanwhile: what was read may then be anything."""
+        with self._lock:
+            self._raise_loss()
+            for link, message in pending.messages:
+                try:
+                    link.give_back(message)
+                except Broken as broken:
+                    self._lose(self._as_seen_here(broken.loss, link))
+            self._raise_loss()
 
     def wait(self, pending: Count) -> None:
         deadline = time.monotonic() + self._patience_s
@@ -156,13 +220,19 @@ class Pump:
         self._retired = True
         self._loss = self._loss or Loss(f"generation {self.generation} does not belong to this process")
         for link in self._links.values():
-            link.sock.close()
+            link.forget()
         self._epoll.close()
         if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
 
     # ---- all below with the lock held
+
+    def _post(self, link: Link, message: Incoming, tag: int) -> None:
+        try:
+            link.post_receive(message, tag)
+        except Broken as broken:
+            self._lose(self._as_seen_here(broken.loss, link))
 
     def _raise_loss(self) -> None:
         if self._loss is not None:
@@ -171,12 +241,17 @@ class Pump:
     def _lose(self, loss: Loss) -> None:
         if self._loss is None:
             self._loss = loss
+            for link in self._links.values():
+                link.withdraw(loss.worker)
             os.eventfd_write(self._wake, 1)
             self._change.notify_all()
 
     def _pump(self, pending: Count, deadline: float) -> None:
         """Move bytes until `pending` is complete or the generation is lost."""
         self._pumping = True
+        for link in self._links.values():  # what was given back
+            if link.can_write and not link.congested:
+                self._write(link)
         try:
             while pending.left and self._loss is None:
                 self._lock.release()
@@ -205,7 +280,7 @@ class Pump:
     def _serve(self, link: Link, events: int) -> None:
         if events & ~select.EPOLLOUT:
             self._read(link)
-        if link.has_more:
+        if link.can_write:
             self._write(link)
 
     def _read(self, link: Link) -> int:
@@ -231,7 +306,7 @@ class Pump:
             if not link.left:
                 self._lose(_broke(link, error))
             return
-        interest = select.EPOLLIN | (select.EPOLLOUT if link.has_more else 0)
+        interest = select.EPOLLIN | (select.EPOLLOUT if link.congested else 0)
         if interest != link.interest:
             link.interest = interest
             self._epoll.modify(link.sock.fileno(), interest)

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mutual TLS 1.3 for the mesh: every worker shows the run's one certificate and accepts only that one.
 
-`SecureSocket` behaves like a non-blocking socket, but encrypts many records for one system call; the ssl module's own
-sockets make three calls for each 16 KB, which costs more than the encryption. One thread at a time.
+TLS decides who is there and carries one fresh key in each direction. What follows is sealed under those keys by
+`mesh_sealed`, straight out of and into the memory of tensors: TLS's own records have 16 KB, and a call and two copies
+for each of them cost more than the encryption. `SecureSocket` behaves like a non-blocking socket. One thread at a time.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Sequence
-from typing import Any, cast
 
+from unisono.comm.mesh_sealed import KEY_BYTES, Opener, Sealer
 from unisono.wire.certificate import Certificate
 
-_CHUNK_BYTES = 1 << 18  # encrypted, or received, at once
+_RECEIVE_BYTES = 1 << 14  # at once, while TLS speaks
 
 
 class Tls:
@@ -24,7 +26,7 @@ class Tls:
         self._expected = certificate.der
         self._calling = _context(ssl.PROTOCOL_TLS_CLIENT, certificate)
         self._answering = _context(ssl.PROTOCOL_TLS_SERVER, certificate)
-        self._answering.num_tickets = 0  # nobody resumes, and unread tickets would turn a close into a reset
+        self._answering.num_tickets = 0  # nobody resumes
 
     def wrap(self, sock: socket.socket, calling: bool) -> SecureSocket:
         return SecureSocket(sock, self._calling if calling else self._answering, calling, self._expected)
@@ -42,16 +44,16 @@ def _context(protocol: ssl._SSLMethod, certificate: Certificate) -> ssl.SSLConte
 
 
 class SecureSocket:
-    """Whatever cannot go on now raises BlockingIOError, and the end of the connection ConnectionError."""
+    """Whatever cannot go on now raises BlockingIOError, and the end of the connection another OSError."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, calling: bool, expected: bytes) -> None:
         self._sock, self._expected = sock, expected
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # encrypted bytes
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not calling)
-        self._buffer = memoryview(bytearray(_CHUNK_BYTES))
-        self._unsent = memoryview(b"")
-        self._accepted = 0  # bytes of the caller's that `_unsent` stands for
-        self.drained = True  # no whole record is left here; more can only come from the socket
+        self._shaken = False
+        self._their_key = b""
+        self._sealer: Sealer
+        self._opener: Opener
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -59,82 +61,61 @@ class SecureSocket:
     def close(self) -> None:
         self._sock.close()
 
+    @property
+    def drained(self) -> bool:
+        """Nothing is left here; more can only come from the socket."""
+        return self._opener.drained
+
     def handshake(self) -> None:
         """Call again when there is something to read, until it returns."""
-        while True:
+        while not self._shaken:
+            self._shake_hands()
+        while len(self._their_key) < KEY_BYTES:
             try:
-                self._tls.do_handshake()
-                break
+                self._their_key += self._tls.read(KEY_BYTES - len(self._their_key))
             except ssl.SSLWantReadError:
-                self._flush()
                 self._fill()
-            except ssl.SSLError:
-                self._flush()  # tells the other side why
-                raise
-        self._flush()
+        self._opener = Opener(self._sock, self._their_key, self._incoming.read())
+        self._their_key = bytes(KEY_BYTES)
+
+    def _shake_hands(self) -> None:
+        try:
+            self._tls.do_handshake()
+        except ssl.SSLWantReadError:
+            self._flush()
+            self._fill()
+            return
+        except ssl.SSLError:
+            self._flush()  # tells the other side why
+            raise
         # The chain was verified; this also refuses whatever that certificate might have signed.
         if self._tls.getpeercert(binary_form=True) != self._expected:
             raise ConnectionError("the other side showed a certificate that is not this run's")
+        key = os.urandom(KEY_BYTES)
+        self._tls.write(key)
+        self._flush()
+        self._sealer, self._shaken = Sealer(self._sock, key), True
 
     def sendmsg(self, views: Sequence[memoryview | bytes]) -> int:
         """How many bytes have left. After BlockingIOError, offer the same bytes again; others may follow them."""
-        if not self._accepted:
-            chunk = views[0][:_CHUNK_BYTES]
-            if len(chunk) < _CHUNK_BYTES and len(views) > 1:
-                chunk = _first(views)
-            while self._accepted < len(chunk):
-                self._accepted += self._tls.write(chunk[self._accepted :])
-        self._flush()
-        accepted, self._accepted = self._accepted, 0
-        return accepted
+        return self._sealer.send(views)
 
     def send(self, data: bytes) -> int:
-        return self.sendmsg([data])
+        return self._sealer.send([data])
 
     def recv_into(self, room: memoryview) -> int:
-        if taken := self._decrypt(room):
-            return taken
-        self._fill()
-        if taken := self._decrypt(room):
-            return taken
-        raise BlockingIOError
+        return self._opener.receive(room)
 
     def recv(self, size: int) -> bytes:
         room = memoryview(bytearray(size))
         return bytes(room[: self.recv_into(room)])
 
-    def _decrypt(self, room: memoryview) -> int:
-        taken = 0
-        self.drained = False
-        try:
-            while taken < len(room):
-                part: Any = room[taken:]
-                taken += cast(int, self._tls.read(len(part), part))  # with a buffer it returns a count
-        except ssl.SSLWantReadError:
-            self.drained = True
-        return taken
-
     def _fill(self) -> None:
-        count = self._sock.recv_into(self._buffer)
-        if not count:
+        data = self._sock.recv(_RECEIVE_BYTES)
+        if not data:
             raise ConnectionError("the other side is gone")
-        self._incoming.write(self._buffer[:count])
+        self._incoming.write(data)
 
     def _flush(self) -> None:
-        while True:
-            if not self._unsent:
-                self._unsent = memoryview(self._outgoing.read())
-                if not self._unsent:
-                    return
-            self._unsent = self._unsent[self._sock.send(self._unsent) :]
-
-
-def _first(views: Sequence[memoryview | bytes]) -> bytes:
-    """A chunk's worth of bytes, so that a header does not become a record of its own."""
-    parts, length = [], 0
-    for view in views:
-        parts.append(view[: _CHUNK_BYTES - length])
-        length += len(parts[-1])
-        if length == _CHUNK_BYTES:
-            break
-    return b"".join(parts)
+        if data := self._outgoing.read():
+            self._sock.send(data)  # fits the empty buffer of a new connection

@@ -111,7 +111,7 @@ class AllReduce:
         if self._gradients is not None:
             refuse_new_layout(self.carried)
             self._gradients.close()
-        self._gradients = Gradients(named)
+        self._gradients = Gradients(named, self.comm)
         return self._gradients
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:

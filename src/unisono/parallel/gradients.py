@@ -3,7 +3,8 @@
 
 A hook on every parameter takes the gradient the moment autograd has finished it and adds it to the partial sums
 (a binary counter: level 0 alone when the range is one aligned subtree). During the last local microbatch a bucket
-whose parameters have all reported is handed on, while the backward pass goes on. Knows nothing of other workers.
+whose parameters have all reported is handed on, while the backward pass goes on. Knows nothing of other workers
+but that they will want to read the buckets.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.seam import Comm
+from unisono.comm.sharing import empty_for
 from unisono.comm.tree import Landing
 from unisono.core.errors import SetupError, SparseGradient
 from unisono.parallel.layout import Layout, ParameterInfo, pack
@@ -52,7 +55,10 @@ class Cursor:
 
 
 class Gradients:
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """`comm` makes the buckets: where workers share memory, the others read them where they are."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
+        self._comm = comm
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self.layout: Layout = pack(
@@ -77,7 +83,7 @@ class Gradients:
         """`on_ready` is called with each bucket, in order, as soon as its local sums are complete."""
         while len(self._levels) < assignment.levels:
             flat = [
-                torch.zeros(count, dtype=kind.dtype, device=kind.device)
+                empty_for(self._comm, count, kind.dtype, kind.device).zero_()
                 for count, kind in zip(self.layout.bucket_elements, self._kinds, strict=True)
             ]
             self._levels.append(flat)

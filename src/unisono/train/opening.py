@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.faulty import FaultyComm
+from unisono.comm.faulty import faulty
 from unisono.comm.mesh import MeshComm
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
@@ -67,7 +67,7 @@ def open_job(context: Context, request: Request) -> Job:
         context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
-    reached = comm if faults is NO_FAULTS else FaultyComm(comm, lambda: faults.reach("collective"))
+    reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
     strategy = _open_strategy(context, request, spec, reached, device, update)
     comm = strategy.comm
     try:

@@ -18,6 +18,8 @@ from unisono.comm import tree
 from unisono.comm.seam import Op
 from unisono.core.membership import Membership
 
+BLOCK = 1 << 16  # elements that are added at a time: a few such rows fit into a core's cache
+
 
 class Blocks:
     """For one membership. Remembers what it has worked out: reducers ask for the same again and again."""
@@ -60,15 +62,45 @@ def loose(count: int) -> tree.Fold:
 def join_rows(plan: tree.Fold, rows: Sequence[Tensor], op: Op) -> list[Tensor]:
     """Add as planned, in place; what is left."""
     for left, right in plan.merges:
-        combine(rows[left], rows[right], op)
+        combine(rows[left], rows[right], op, rows[left])
     return [rows[position] for position, _ in plan.nodes]
 
 
-def combine(into: Tensor, other: Tensor, op: Op) -> None:
+class Joiner:
+    """Adds rows as planned into one, a cache's worth at a time: what is between the rows and the sum never gets out of
+    the cache, and the rows stay as they are."""
+
+    def __init__(self, plan: tree.Fold) -> None:
+        self._merges = plan.merges
+        self._levels: dict[tuple[int, torch.dtype], Tensor] = {}  # by row: where its sums are
+
+    def join(self, rows: Sequence[Tensor], target: Tensor, op: Op) -> None:
+        """`target` may be one of the rows."""
+        for low in range(0, target.numel(), BLOCK):
+            high = min(low + BLOCK, target.numel())
+            here = [row[low:high] for row in rows]
+            for left, right in self._merges[:-1]:
+                room = self._room(left, target)[: high - low]
+                combine(here[left], here[right], op, room)
+                here[left] = room
+            if self._merges:
+                left, right = self._merges[-1]
+                combine(here[left], here[right], op, target[low:high])
+            else:
+                settle(here[0], target[low:high])
+
+    def _room(self, row: int, like: Tensor) -> Tensor:
+        key = row, like.dtype
+        if key not in self._levels:
+            self._levels[key] = torch.empty(BLOCK, dtype=like.dtype, device=like.device)
+        return self._levels[key]
+
+
+def combine(one: Tensor, other: Tensor, op: Op, into: Tensor) -> None:
     if op == "sum":
-        into.add_(other)
+        torch.add(one, other, out=into)
     else:
-        torch.maximum(into, other, out=into)
+        torch.maximum(one, other, out=into)
 
 
 def settle(row: Tensor, target: Tensor) -> None:

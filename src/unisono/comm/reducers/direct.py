@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.comm.reducers.blocks import Blocks, settle
+from unisono.comm.reducers.blocks import Blocks, Joiner
 from unisono.comm.reducers.cost import Links, round_s
-from unisono.comm.reducers.rounds import Group, collect, scatter
+from unisono.comm.reducers.rounds import Group, both
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm, Op
-from unisono.comm.slicing import slices
+from unisono.comm.slicing import length_of, slices
 from unisono.core.membership import Membership
 
 
@@ -33,12 +33,14 @@ class DirectReducer(Stateless):
         everyone = range(len(membership.members))
         counts = tuple(self._blocks.rows(rank, rank + 1) for rank in everyone)
         self._group = Group(tuple(everyone), comm.rank, counts, self._blocks.join([*everyone, len(everyone)]))
+        self._joiner = Joiner(self._group.plan)
+        self._received = sum(counts) - counts[comm.rank]
 
     def _reduce(self, parts: Sequence[Tensor], tag: int, op: Op) -> None:
-        owned, target = slices(parts[0].numel(), self.comm.size), parts[0]
-        (total,) = scatter(self.comm, self._group, parts, owned, self._scratch, LANES * tag, op)
-        settle(total, target[owned[self.comm.rank]])
-        collect(self.comm, self._group, target, owned, LANES * tag + 1)
+        owned = slices(parts[0].numel(), self.comm.size)
+        mine = length_of(owned[self.comm.rank])
+        rows = self._scratch.rows(self._received if mine else 0, mine)
+        both(self.comm, self._group, self._joiner, parts, owned, rows, LANES * tag, op)
 
 
 def cost_s(bytes_: float, links: Links, membership: Membership, exact: bool = True) -> float:

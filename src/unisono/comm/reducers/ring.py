@@ -39,7 +39,7 @@ class RingReducer(Stateless):
         room = [self._scratch.row(max(length_of(piece[i]) for piece in pieces)) for i in range(len(pieces[0]))]
 
         def add(piece: Tensor, arrived: Tensor) -> None:
-            combine(piece, arrived, op)
+            combine(piece, arrived, op, piece)
 
         # In step s this rank adds to slice rank-s and sends it on; the last one, rank+1, is then complete.
         under_way: list[Pending] = [DONE] * len(room)

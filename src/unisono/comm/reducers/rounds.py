@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unisono.comm import tree
-from unisono.comm.reducers.blocks import join_rows
+from unisono.comm.reducers.blocks import Joiner, join_rows
 from unisono.comm.reducers.scratch import Scratch
 from unisono.comm.seam import Comm, Message, Op
+from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of
 
 
@@ -41,13 +42,42 @@ def scatter(
     ranks, mine = group.ranks, owned[group.place]
     own = [part[mine] for part in parts]
     received = {place: scratch.rows(group.counts[place], length_of(mine)) for place in group.others}
-    sends = [
-        Message(ranks[place], part[owned[place]]) for place in group.others if length_of(owned[place]) for part in parts
-    ]
+    sends = _to_owners(group, parts, owned)
     receives = [Message(ranks[place], row) for place in group.others for row in received[place] if length_of(mine)]
     comm.exchange(sends, receives, tag).wait()
     rows = [row for place in range(len(ranks)) for row in (own if place == group.place else received[place])]
     return join_rows(group.plan, rows, op)
+
+
+def both(
+    comm: Comm, group: Group, joiner: Joiner, parts: Sequence[Tensor], owned: Sequence[slice], rows: Sequence[Tensor],
+    tag: int, op: Op,
+) -> None:  # fmt: skip
+    """`scatter` and `collect` in one go, under `tag` and the next, into ``parts[0]``; `rows` is room to receive into.
+
+    Nobody waits between the two until what it has sent was taken: a slice of the result comes from the one who took it.
+    """
+    ranks, mine, target = group.ranks, owned[group.place], parts[0]
+    places = [place for place in group.others for _ in range(group.counts[place]) if length_of(mine)]
+    receives = [Message(ranks[place], row) for place, row in zip(places, rows, strict=True)]
+    trade = Trade(comm, _to_owners(group, parts, owned), receives, tag)
+    brought: dict[int, list[Tensor]] = {group.place: [part[mine] for part in parts]}
+    for place, row in zip(places, trade.rows, strict=True):
+        brought.setdefault(place, []).append(row)
+    if length_of(mine):
+        joiner.join([row for place in range(len(ranks)) for row in brought[place]], target[mine], op)
+    taken = trade.end()
+    collect(comm, group, target, owned, tag + 1)
+    taken.wait()
+
+
+def _to_owners(group: Group, parts: Sequence[Tensor], owned: Sequence[slice]) -> list[Message]:
+    return [
+        Message(group.ranks[place], part[owned[place]])
+        for place in group.others
+        if length_of(owned[place])
+        for part in parts
+    ]
 
 
 def collect(comm: Comm, group: Group, target: Tensor, owned: Sequence[slice], tag: int) -> None:

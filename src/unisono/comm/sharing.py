@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `Comm` can do beyond the seam when its workers share memory, and how to do without.
+
+A vector that is sent in every step is made by `empty_for`; whoever gets it may read it where it lies (`Trade`). Over a
+Comm without shared memory both are what they would be anyway: a vector, and an exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from unisono.comm.seam import DONE, Comm, Message, Pending
+
+
+class Loan(Pending, Protocol):
+    """Something under way that may stay in its sender's memory, who waits until it is given back."""
+
+    @property
+    def rows(self) -> list[Tensor]:
+        """In the order asked for, after `wait`. Not to be written to."""
+
+    def give_back(self) -> None:
+        """The senders hear it with the next exchange or wait.
+
+        Raises `PeerLost` when one could not wait: what was read may then be anything.
+        """
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """The additional abilities of a Comm with shared memory."""
+
+    def empty(self, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A vector that other workers of this host can read where it is."""
+
+    def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
+        """Receive, or be shown. Nobody may wait for a send of his own before he has given back what he borrows."""
+
+
+def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector for what is sent over `comm` again and again."""
+    if isinstance(comm, Sharing) and device.type == "cpu":
+        return comm.empty(length, dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+class Trade:
+    """An exchange whose `rows` have come: the receives' tensors, or others in their place, to be read until `end`."""
+
+    def __init__(self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+        self._outgoing: Pending = DONE
+        self._loan: Loan | None = None
+        if isinstance(comm, Sharing):
+            self._outgoing = comm.exchange(sends, [], tag)
+            self._loan = comm.borrow(receives, tag)
+            self._loan.wait()
+            self.rows = self._loan.rows
+        else:
+            comm.exchange(sends, receives, tag).wait()
+            self.rows = [message.tensor for message in receives]
+
+    def end(self) -> Pending:
+        """The rows are not needed any more. Returns what the sent tensors must wait for before they may change."""
+        if self._loan is not None:
+            self._loan.give_back()
+        return self._outgoing
