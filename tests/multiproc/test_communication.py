@@ -46,6 +46,13 @@ def test_the_autopilot_says_what_it_chose_and_why_and_changes_no_bit(alone: str,
     assert any(name in shown for name in chosen.algorithms.values())
 
 
+def test_one_line_says_how_tensors_travel_unless_nobody_else_is_there(tmp_path: Path) -> None:
+    together = run_unisono(SCRIPT, tmp_path, *OPTIONS, workers=2)
+    assert "\ntensors travel through shared memory\n" in together.output
+    alone = run_unisono(SCRIPT, tmp_path, *OPTIONS, workers=1)
+    assert "tensors travel" not in alone.output
+
+
 @pytest.mark.parametrize("name", ["ring", "backend"])
 def test_an_algorithm_that_cannot_keep_the_order_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     finished = run_unisono(SCRIPT, tmp_path, *OPTIONS, "--comm", name, workers=2, expect=None)

@@ -149,9 +149,8 @@ class MeshComm:
 
     @property
     def notice(self) -> str:
-        """Worth telling the user: workers of this host do not share memory, and why. Empty when all is well."""
-        why = self._door.notice or self._arenas.notice
-        return why and f"workers of this host exchange tensors through sockets, not shared memory: {why}"
+        """Why workers of this host do not share memory; empty when they do."""
+        return self._door.notice or self._arenas.notice
 
     def missing(self) -> list[int]:
         """From any thread: the workers whom this one is waiting for, if it is waiting."""

@@ -250,7 +250,7 @@ class Pump:
         """Move bytes until `pending` is complete or the generation is lost."""
         self._pumping = True
         for link in self._links.values():  # what was given back
-            if link.can_write and not link.congested:
+            if link.can_write and not link.interest & select.EPOLLOUT:
                 self._write(link)
         try:
             while pending.left and self._loss is None:

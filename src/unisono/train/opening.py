@@ -7,6 +7,7 @@ its members and holds its state. Called by the trainer and by a user's own loop.
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.faulty import faulty
+from unisono.comm.links import hosts_of
 from unisono.comm.mesh import MeshComm
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
+from unisono.comm.transport import choose, describe
 from unisono.core import events, seeds
 from unisono.core.errors import SetupError
 from unisono.core.spec import JobSpec, RunSpec, resolve_microbatches
@@ -243,8 +246,9 @@ def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
             cause="workers with GPUs meet through a file, which other machines do not have",
             do="leave out --listen, or use --device cpu",
         )
-    if device.type == "cuda":
-        return ProcessGroupComm(context.worker, "nccl"), ""
+    transport = choose(device.type, hasattr(os, "eventfd"))
+    if transport != "mesh":
+        return ProcessGroupComm(context.worker, transport), ""
     secured = place.credentials and not context.spec.plaintext
     credentials = Certificate(**place.credentials) if secured else None
     mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
@@ -289,8 +293,19 @@ def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
             steps_total=min(limits) if limits else None,
             samples_per_epoch=per_epoch,
             data=_hash_of(job.request.data.dataset),
+            transport=_transport(job),
         )
     )
+
+
+def _transport(job: Job) -> str:
+    """How tensors travel, in words."""
+    membership = job.session.membership
+    assert membership is not None
+    workers, hosts = len(membership.members), len(set(hosts_of(membership)))
+    transport = choose(job.device.type, hasattr(os, "eventfd"))
+    without_memory = getattr(job.comm, "notice", "")
+    return describe(transport, hosts, workers, not job.context.spec.plaintext, without_memory)
 
 
 def _hash_of(dataset: Any) -> str:
