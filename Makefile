@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo demo-text demo-kill test check format bench clean setup
+.PHONY: demo demo-text demo-kill test chaos-compressed check format bench clean setup
 
 setup: $(STAMP)
 
@@ -26,6 +26,10 @@ demo-kill: setup  ## two of four workers are killed on the way: the hash does no
 
 test: setup  ## the whole test suite
 	$(BIN)/python -m pytest
+
+chaos-compressed: setup  ## who dies, joins and leaves, once more with compressed gradients
+	UNISONO_TEST_OPTIONS="--compress fp16" $(BIN)/python -m pytest $(addprefix tests/chaos/test_,$(addsuffix .py,\
+	  recovery elastic leaving replacing several_hosts violent_deaths))
 
 check: setup  ## formatter, linter, type checker, layering and size tests
 	$(BIN)/ruff format --check .

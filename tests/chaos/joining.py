@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from chaos.hosts import Host, HostProcess, Network
-from multiproc.running import Finished
+from multiproc.running import Finished, everywhere
 from unisono.core import events
 
 UNISONO = [sys.executable, "-m", "unisono.cli"]
@@ -111,7 +111,7 @@ class Lab:
 
     def run(self, *options: str, listen: str = "") -> HostProcess:
         """A run on host a that listens there."""
-        command = ["run", "train.py", "--listen", listen or self.a.ip, *options, "--", str(self._go)]
+        command = ["run", "train.py", "--listen", listen or self.a.ip, *everywhere(), *options, "--", str(self._go)]
         return self.a.start([*UNISONO, *command], self.folder)
 
     def join(

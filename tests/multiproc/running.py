@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -228,10 +229,15 @@ def start_unisono(
     **popen: Any,
 ) -> Started:
     """The same, still running; use it as a context manager. `wrapper` is a command that runs the rest as its own."""
-    asked = ["--workers", str(workers)] if workers is not None else []
+    asked = [*(["--workers", str(workers)] if workers is not None else []), *everywhere()]
     behind = ["--", *script_args] if script_args else []
     command = ["run", place(script, folder), *asked, *options, *behind]
     return Started([*wrapper, sys.executable, "-m", "unisono.cli", *command], folder, env, **popen)
+
+
+def everywhere() -> list[str]:
+    """Options for every run of this session: ``UNISONO_TEST_OPTIONS="--compress fp16" pytest tests/chaos/...``."""
+    return shlex.split(os.environ.get("UNISONO_TEST_OPTIONS", ""))
 
 
 def run_command(folder: Path, *arguments: str, timeout_s: float = 60, expect: int | None = 0) -> Finished:

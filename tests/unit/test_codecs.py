@@ -363,7 +363,7 @@ def test_random_k_without_feedback_is_made_right_on_average() -> None:
     ("text", "words"),
     [
         ("topkk:0.01", "did you mean 'topk'?"),
-        ("zip", "known are none, fp16, bf16, int8, int4, onebit, topk, randomk, powersgd, clip"),
+        ("zip", "known are none, fp16, bf16, int8, int4, onebit, topk, randomk, powersgd, auto, clip"),
         ("topk:2", "a share above 0 and up to 0.5, such as topk:0.01"),
         ("topk:much", "'much' is not a number"),
         ("randomk:0", "out of range"),

@@ -33,6 +33,8 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {  # by the annotation of a field
     "list[str]": st.lists(st.text(max_size=5), max_size=3),
     "list[list[int]]": st.lists(st.lists(st.integers())),
     "dict[str, str]": st.dictionaries(texts, texts, max_size=3),
+    "dict[str, int]": st.dictionaries(texts, st.integers(), max_size=3),
+    "dict[str, float | None]": st.dictionaries(texts, st.none() | numbers, max_size=3),
     "dict[str, float]": st.dictionaries(texts, numbers, max_size=3),
     "dict[str, dict[str, float]]": st.dictionaries(texts, st.dictionaries(texts, numbers, max_size=3), max_size=3),
     "dict[str, Any]": st.dictionaries(texts, plain, max_size=3),

@@ -142,7 +142,8 @@ def run(
     compress: Annotated[
         str | None,
         typer.Option(
-            help="Send fewer bytes: fp16, bf16, int8, int4, onebit, topk:0.01, randomk:0.01 or powersgd:4.",
+            help="Send fewer bytes: fp16, bf16, int8, int4, onebit, topk:0.01, randomk:0.01 or powersgd:4; auto: what "
+            "the links call for, measured, so that bits may differ from run to run.",
             metavar="CODEC",
         ),
     ] = None,

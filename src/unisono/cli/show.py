@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.checkpoint.weights import hash_file
+from unisono.control.codec_report import FILE_NAME as CODEC_FILE_NAME
+from unisono.control.codec_report import write_codec_plot
 from unisono.control.comm_report import FILE_NAME, choices_table, series_of, write_plot
 from unisono.control.comm_report import summary as measured
 from unisono.control.story import formatted, shortened, write_story
@@ -97,6 +99,8 @@ def show_run(name: str) -> None:
         console.print("\n".join(["", *measured(summary.result["comm"])]), highlight=False, markup=False)
     if summary.chosen:
         _print_communication(console, summary, run_dir)
+    if summary.codecs.chosen:
+        _print_codecs(console, summary, run_dir)
     if summary.history.is_eventful:
         _print_what_happened(console, summary, run_dir)
 
@@ -129,6 +133,19 @@ def _print_communication(console: Console, summary: Summary, run_dir: RunDir) ->
         console.print(line, highlight=False, markup=False)
     try:
         plot = write_plot(run_dir.path / FILE_NAME, series_of(summary.chosen), "all-reduce", slowest_link(last))
+        console.print(f"plot      {plot}", highlight=False, markup=False)
+    except OSError as error:
+        console.print(f"plot      not written: {error.strerror}", highlight=False, markup=False)
+
+
+def _print_codecs(console: Console, summary: Summary, run_dir: RunDir) -> None:
+    """What ``--compress auto`` sends each bucket as and why, what its guard did, and the picture of it."""
+    codecs = summary.codecs
+    console.print()
+    for line in codecs.lines():
+        console.print(line, highlight=False, markup=False)
+    try:
+        plot = write_codec_plot(run_dir.path / CODEC_FILE_NAME, codecs)
         console.print(f"plot      {plot}", highlight=False, markup=False)
     except OSError as error:
         console.print(f"plot      not written: {error.strerror}", highlight=False, markup=False)

@@ -59,6 +59,20 @@ def predictions(
     return {name: ALGORITHMS[name].cost_s(count, links, membership, exact) for name in names}
 
 
+def share(comm: Comm, text: str, holder: int, device: torch.device | None = None) -> str:
+    """The holder's text on every rank."""
+    data = text.encode()
+    length = int(gather(comm, [float(len(data))], device=device)[holder][0])
+    box = torch.zeros(length, dtype=torch.uint8, device=device)
+    if comm.rank == holder:
+        box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        others = [rank for rank in range(comm.size) if rank != holder]
+        comm.exchange([Message(rank, box) for rank in others], [], _TEXT_TAG).wait()
+    else:
+        comm.exchange([], [Message(holder, box)], _TEXT_TAG).wait()
+    return bytes(box.tolist()).decode()
+
+
 class Autopilot:
     """`each_s` limits the trials of one size, `all_s` those of one generation; 0: the model alone decides.
 
@@ -108,6 +122,23 @@ class Pilot:
     @property
     def choices(self) -> list[Choice]:
         return sorted(self._choices.values(), key=lambda choice: choice.bytes)
+
+    @property
+    def links(self) -> Links:
+        """As they are known since `begin`, the same on all ranks; another object when they were measured anew."""
+        assert self._memory is not None
+        return self._memory.links
+
+    def slowest(self) -> events.SlowestLink:
+        memory, members = self._memory, self.membership.members
+        assert memory is not None
+        a, b = slowest(memory.links)
+        return {
+            "slowest_workers": [members[a], members[b]],
+            "slowest_hosts": [memory.names[a], memory.names[b]],
+            "latency_s": memory.links.latency_s[a][b],
+            "bytes_per_s": memory.links.bytes_per_s[a][b],
+        }
 
     def landings(self, mine: range) -> tuple[Landing, ...]:
         return self._usual.landings(mine)
@@ -163,11 +194,10 @@ class Pilot:
 
     def report(self) -> events.CommChosen:
         """What was chosen, why, and the link that holds all up."""
-        memory, members, found = self._memory, self.membership.members, self.choices
+        memory, found = self._memory, self.choices
         assert memory is not None
         links, exact = memory.links, self.autopilot.exact
         trials = () if memory.is_projected else memory.trials
-        a, b = slowest(links)
         return events.CommChosen(
             generation=self.membership.generation,
             algorithms={str(choice.bytes): choice.name for choice in found},
@@ -182,10 +212,7 @@ class Pilot:
                 }
                 for choice in found
             },
-            slowest_workers=[members[a], members[b]],
-            slowest_hosts=[memory.names[a], memory.names[b]],
-            latency_s=links.latency_s[a][b],
-            bytes_per_s=links.bytes_per_s[a][b],
+            **self.slowest(),
             seconds=round(self._spent_s, 4),
         )
 
@@ -207,7 +234,7 @@ class Pilot:
             memory = self._measure()
         else:
             if not all(row[0] for row in rows):
-                kept = Memory.from_text(self._share(kept.as_text() if kept else "", holder))
+                kept = Memory.from_text(share(self.comm, kept.as_text() if kept else "", holder, device))
             assert kept is not None
             memory = kept.for_members(self.membership.members, self.hosts, self._predict)
             self._remember(memory)
@@ -228,19 +255,6 @@ class Pilot:
     def _predict(self, name: str, count: int, links: Links) -> float | None:
         exact = self.autopilot.exact
         return ALGORITHMS[name].cost_s(count, links, self.membership, exact) if name in self.names else None
-
-    def _share(self, text: str, holder: int) -> str:
-        """The holder's text on every rank."""
-        data, device = text.encode(), self.autopilot.device
-        length = int(gather(self.comm, [float(len(data))], device=device)[holder][0])
-        box = torch.zeros(length, dtype=torch.uint8, device=device)
-        if self.comm.rank == holder:
-            box.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            others = [rank for rank in range(self.comm.size) if rank != holder]
-            self.comm.exchange([Message(rank, box) for rank in others], [], _TEXT_TAG).wait()
-        else:
-            self.comm.exchange([], [Message(holder, box)], _TEXT_TAG).wait()
-        return bytes(box.tolist()).decode()
 
     def _try(self, names: Sequence[str], count: int, like: Tensor, budget_s: float) -> Memory:
         """Time the contenders on vectors of the real size, or of the largest that there is time for."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes on a connection, sealed: nobody reads them, and none is changed, left out, repeated or put elsewhere unnoticed.
 
-A record is its length and AES-128-GCM of up to 256 KB, with its number as nonce; each direction has a key of its own,
+A record is its length and AES-128-GCM of up to 512 KB, with its number as nonce; each direction has a key of its own,
 which `mesh_tls` has brought there by TLS. After 256 GB a key is replaced by one derived from it, long before so
 much was encrypted under it that anything could be learnt. One pass over the bytes on each side: out of the caller's
 memory into what is sent, and out of what was received into the caller's memory.
@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES = 16
-_RECORD_BYTES = 1 << 18  # at most, and what is sent at once: it stays in the cache on its way to the socket
+_RECORD_BYTES = 1 << 19  # at most, and what is sent at once: it stays in the cache on its way to the socket
 _SMALL_BYTES = 1 << 12  # what is smaller shares a record with its neighbours
 _AHEAD_BYTES = 1 << 16  # received at once while we do not know how long the next record is
 _KEY_LASTS_BYTES = 1 << 38
@@ -157,13 +157,13 @@ class Opener:
             raise ConnectionError("what came was changed on its way, or was not meant for us") from None
 
     def _fill(self) -> None:
-        """The rest of the record under way, or whatever comes next. The little that is here moves to the front."""
+        """The rest of the record under way and how long the next one is, or whatever comes next."""
         have = self._stop - self._start
         if self._start:
             self._buffer[:have] = bytes(self._buffer[self._start : self._stop])
             self._start, self._stop = 0, have
-        missing = self._length() + _OVERHEAD_BYTES - have if have >= _LENGTH.size else _AHEAD_BYTES
-        count = self._sock.recv_into(self._buffer[have : have + missing])
+        end = self._length() + _OVERHEAD_BYTES + _LENGTH.size if have >= _LENGTH.size else have + _AHEAD_BYTES
+        count = self._sock.recv_into(self._buffer[have:end])
         if not count:
             raise ConnectionError("the other side is gone")
         self._stop += count

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,12 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Series:
-    """Seconds by bytes. `dashed`: predicted, not measured."""
+    """Seconds by bytes. `dashed`: predicted, not measured. `chosen`: why, for the sizes where this one is in use."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     dashed: bool = False
+    chosen: Mapping[float, str] = field(default_factory=dict)
 
 
 def series_of_report(report: Mapping[str, Any]) -> list[Series]:
@@ -204,9 +205,11 @@ def _line(sheet: _Sheet, series: Series, colour: str) -> Iterator[str]:
     how = "predicted" if series.dashed else "measured"
     for (x, y), (count, seconds) in zip(spots, series.points, strict=True):
         about = f"{series.name}, {size_of(count)}: {seconds_of(seconds)} ({how})"
-        fill = "#ffffff" if series.dashed else colour
+        fill, radius = "#ffffff" if series.dashed else colour, 3
+        if count in series.chosen:
+            about, fill, radius = f"{about}, in use: {series.chosen[count]}", colour, 5
         yield (
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{fill}" stroke="{colour}">'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{colour}">'
             f"<title>{_safe(about)}</title></circle>"
         )
 

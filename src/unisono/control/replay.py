@@ -24,7 +24,7 @@ from unisono.core.receipt_gathering import data_seen, versions
 from unisono.core.run_dir import DEFAULT_PARENT, RunDir
 from unisono.core.script_files import digests
 from unisono.core.signing import key_id
-from unisono.core.spec import parse_workers
+from unisono.core.spec import parse_workers, why_not_exact
 
 SAME, DIFFERENT = 0, 1
 _ASKED_AGAIN = ("args", "threads", "seed", "hang_after", "rejoin_within", "max_restarts", "verify_every", "balance")
@@ -100,8 +100,8 @@ class Comparison:
         if steps != there.steps:
             early = f" (stopped early: {self.result['stopped_early']})" if self.result.get("stopped_early") else ""
             lines.append(f"  {steps:,} steps here{early}, {there.steps:,} in the receipt")
-        if not self.receipt.job.get("exact", True):
-            lines.append("  the run was not exact: its bits depend on the number of workers")
+        if reason := why_not_exact(self.receipt.job):
+            lines.append(f"  the run was not exact: its {reason}")
         return Verdict(exit_code or DIFFERENT, lines)
 
     def _where(self) -> list[str]:
@@ -211,7 +211,7 @@ def _workers(receipt: Receipt, asked: str | None) -> str:
             )
         return asked
     before = parse_workers(str(receipt.run.get("workers", 1)))
-    if not receipt.job.get("exact", True) or _device(receipt) != "cpu":
+    if why_not_exact(receipt.job) or _device(receipt) != "cpu":
         return str(before.max)
     return str(min(before.max, os.cpu_count() or 1))
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.control.codec_report import CodecsInUse
 from unisono.control.history import History
 from unisono.control.story import Story
 from unisono.core import events
@@ -41,6 +42,7 @@ class Summary:
     read: events.DataRead = field(default_factory=events.DataRead)
     noise: str = ""
     chosen: list[events.CommChosen] = field(default_factory=list)
+    codecs: CodecsInUse = field(default_factory=CodecsInUse)
     evaluations: list[events.Evaluated] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     history: History = field(default_factory=History)
@@ -61,6 +63,7 @@ class Summary:
         of = f" of {self.steps_total:,}" if self.steps_total else ""
         step = self.step.step if self.step else 0
         ended_s = self.last_s if self.state != "running" else time.time()
+        measured = self.codecs.chosen or (self.chosen[-1] if self.chosen else None)
         rows = [
             ("run", self.name),
             ("state", self.state),
@@ -76,7 +79,8 @@ class Summary:
             ("data", describe_reading(self.read)),
             ("noise", self.noise),
             ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
-            ("slowest link", slowest_link(self.chosen[-1]) if self.chosen else ""),
+            ("compress", self.codecs.words),
+            ("slowest link", slowest_link(measured) if measured else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result.get("weights_sha256") else ""),
             *[("note", text) for text in self.notices],
@@ -136,6 +140,8 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.noise = event.text
     elif isinstance(event, events.CommChosen):
         summary.chosen.append(event)
+    elif isinstance(event, events.CodecsChosen | events.CodecChanged):
+        summary.codecs.take(event)
     elif isinstance(event, events.Evaluated):
         summary.evaluations.append(event)
     elif isinstance(event, events.Notice):

@@ -6,6 +6,7 @@ Used wherever these are printed or drawn: the progress line, ``unisono show``, `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from unisono.core import events
@@ -34,6 +35,13 @@ def size_of(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def share_of(value: float | None) -> str:
+    """``0.65 %``, ``1,160 %``; what is not finite is no share of anything."""
+    if value is None or not math.isfinite(value):
+        return "not a number"
+    return f"{100 * value:.3g} %" if value < 10 else f"{100 * value:,.0f} %"
+
+
 def slowest_of(workers: Sequence[int], hosts: Sequence[str], latency_s: float, bytes_per_s: float) -> str:
     """``worker 1 - worker 3 (ada - bob): 11.8 MB/s, 20.1 ms``"""
     who = " - ".join(f"worker {worker}" for worker in workers)
@@ -42,11 +50,21 @@ def slowest_of(workers: Sequence[int], hosts: Sequence[str], latency_s: float, b
     return f"{who}{where}: {rate_of(bytes_per_s)}, {seconds_of(latency_s)}"
 
 
-def slowest_link(event: events.CommChosen) -> str:
+def slowest_link(event: events.CommChosen | events.CodecsChosen) -> str:
     """Empty where both ends are on one host: there it is chance that decides which pair is slowest."""
     if len(set(event.slowest_hosts)) < 2:
         return ""
     return slowest_of(event.slowest_workers, event.slowest_hosts, event.latency_s, event.bytes_per_s)
+
+
+def describe_codecs(event: events.CodecsChosen) -> str:
+    """``int8 for 3 buckets (51 MB), none for 1 (1 MB)``: the most bytes first."""
+    found: dict[str, list[int]] = {}
+    for bucket, name in event.codecs.items():
+        found.setdefault(name, []).append(event.bytes.get(bucket, 0))
+    rows = sorted(found.items(), key=lambda row: (-sum(row[1]), row[0]))
+    words = [f"{name} for {len(sizes)} bucket{'s' * (len(sizes) > 1)} ({size_of(sum(sizes))})" for name, sizes in rows]
+    return ", ".join(words)
 
 
 def choices(event: events.CommChosen) -> list[tuple[int, str, str]]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 KINDS: dict[str, type[Event]] = {}
 
@@ -67,6 +67,7 @@ class Configured(Event):
     steps_total: int | None
     samples_per_epoch: int | None
     data: str = ""  # the hash that stands for all the data, where the dataset has one
+    transport: str = ""  # how tensors travel between workers, in words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +272,15 @@ class RunFailed(Event):
     exit_code: int
 
 
+class SlowestLink(TypedDict):
+    """The link that takes longest for 1 MB, as events about communication name it."""
+
+    slowest_workers: list[int]
+    slowest_hosts: list[str]
+    latency_s: float
+    bytes_per_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommChosen(Event):
     """How vectors are added over the workers from now on, by their bytes, and the link that takes longest for 1 MB."""
@@ -286,6 +296,38 @@ class CommChosen(Event):
     latency_s: float  # of that link
     bytes_per_s: float
     seconds: float  # that measuring and trying took
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecsChosen(Event):
+    """What ``--compress auto`` sends each bucket of gradients as from now on; ``none``: as it is."""
+
+    kind = "codecs_chosen"
+    generation: int
+    step: int
+    bytes: dict[str, int]  # bucket: its length
+    codecs: dict[str, str]
+    because: dict[str, str]
+    predicted_s: dict[str, dict[str, float]]  # bucket: codec, ``none`` among them: seconds by the model
+    errors: dict[str, float | None]  # bucket: of its codec, relative, as last sampled
+    slowest_workers: list[int]  # and the link that takes longest for 1 MB
+    slowest_hosts: list[str]
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecChanged(Event):
+    """The accuracy guard of ``--compress auto`` has taken a bucket's codec back, or allowed it another."""
+
+    kind = "codec_changed"
+    step: int
+    bucket: int
+    before: str
+    codec: str
+    error: float | None  # of the codec from now on, relative, in this sample; None where there is none
+    because: str  # the reason for this codec
+    text: str  # the whole story in one sentence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from unisono.core import events
-from unisono.core.comm_words import describe_choice, slowest_link
+from unisono.core.comm_words import describe_choice, describe_codecs, slowest_link
 from unisono.core.errors import UnisonoError, from_dict
 from unisono.core.run_dir import RunDir
+from unisono.core.spec import why_not_exact
 
 PARTS = ("data", "compute", "communication", "waiting")
 _SHORT = {"data": "data", "compute": "compute", "communication": "comm", "waiting": "wait"}
@@ -85,6 +86,8 @@ class Progress:
         elif isinstance(event, events.Configured):
             self.steps_total = event.steps_total
             self._line(describe_job(event))
+            if event.transport:
+                self._line(f"tensors travel {event.transport}")
             if self._live is not None:
                 self._live.start()
         elif isinstance(event, events.Evaluated):
@@ -256,11 +259,19 @@ def describe_change(event: events.Event) -> str | None:
     if isinstance(event, events.Resumed):
         return "\n".join([f"resumed  from the checkpoint of step {event.step} in {event.url}", *_differs(event)])
     if isinstance(event, events.CommChosen):
-        link = slowest_link(event)
-        return f"comm     {describe_choice(event)}" + (f"; slowest link: {link}" if link else "")
+        return f"comm     {describe_choice(event)}{_slowest(event)}"
+    if isinstance(event, events.CodecsChosen):
+        return f"compress {describe_codecs(event)}{_slowest(event)}"
+    if isinstance(event, events.CodecChanged):
+        return f"step {event.step}  {event.text}"
     if isinstance(event, events.FaultFired):
         return f"fault of the plan: {event.fault} on worker {event.worker} in step {event.step} ({event.at})"
     return None
+
+
+def _slowest(event: events.CommChosen | events.CodecsChosen) -> str:
+    link = slowest_link(event)
+    return f"; slowest link: {link}" if link else ""
 
 
 def _differs(event: events.Resumed) -> list[str]:
@@ -274,7 +285,8 @@ def size(count: int) -> str:
 def describe_job(event: events.Configured) -> str:
     job = event.job
     samples = f"{event.samples_per_epoch:,} samples, " if event.samples_per_epoch else ""
-    promise = "exact" if job["exact"] else "not exact: bits depend on the number of workers"
+    reason = why_not_exact(job)
+    promise = f"not exact: {reason}" if reason else "exact"
     return (
         f"{job['parameters']:,} parameters, {samples}batch {job['batch_size']} in {job['microbatches']} microbatches, "
         f"{job['optimizer']}, seed {job['seed']}, threads a worker {job['threads']}, {promise}"

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -143,6 +144,15 @@ class JobSpec(BaseModel):
     compress: str = "none"
     local: str = ""  # how replicas update on their own, empty: not at all
     parameters: int = 0
+
+
+def why_not_exact(job: Mapping[str, Any]) -> str:
+    """What the bits of a job depend on besides its spec and its data, for people; empty if nothing. As in spec.json."""
+    if not job.get("exact", True):
+        return "bits depend on the number of workers"
+    if job.get("compress") == "auto":
+        return "bits depend on codecs chosen by measurement"
+    return ""
 
 
 def default_microbatches(max_workers: int, batch_size: int) -> int:

@@ -7,12 +7,16 @@ step. Built by `opening` from ``--comm`` and ``--compress``. An asked-for way th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from unisono.comm import reducers
 from unisono.comm.autopilot import Autopilot
-from unisono.comm.codecs import Compression, parse_codec
+from unisono.comm.autopilot_compress import CompressAutopilot
+from unisono.comm.codecs import NONE, parse_codec
+from unisono.comm.codecs.spelling import read
 from unisono.comm.links import hosts_of
 from unisono.comm.reducers import compressing
 from unisono.comm.reducers.seam import MakeReducer, Reducer
@@ -42,20 +46,23 @@ class Adding:
         wide_sums: bool = False,
         fragments: int = 1,
     ) -> None:
-        self._compression = parse_codec(spec.compress)
+        is_auto = read(spec.compress).name == "auto"
+        self._compression = NONE if is_auto else parse_codec(spec.compress)
         self._spec, self.carried = spec, None
-        self._plain = _plain(name, spec.exact, device, emit)
-        self._trained = [(key, p) for key, p in model.named_parameters() if p.requires_grad]
-        self._dtypes = [wide(p.dtype) if wide_sums else p.dtype for _, p in self._trained]
-        self._fragments = fragments_of([p.numel() for _, p in self._trained], fragments if self._trained else 0)
-        if self.is_compressed:
-            _refuse_other_ways(name, self._compression, spec.exact)
-        self._layout = self._pack()
+        self._parameters, self._wide_sums, self._parts = list(model.named_parameters()), wide_sums, fragments
+        self._lay_out()
+        if is_auto or self.is_compressed:
+            _refuse_other_ways(name, spec.compress, spec.exact)
+        if is_auto:
+            _refuse_auto(spec, device, self._dtypes)
+        choosing = CompressAutopilot(spec.seed, self._shapes, emit, name) if is_auto else None
+        self._plain: MakeReducer = choosing or _plain(name, spec.exact, device, emit)
 
     carried: Carried | None  # the strategy's, once it is there
 
     @property
     def is_compressed(self) -> bool:
+        """By one codec from beginning to end, which may carry something."""
         return self._compression.codec is not None
 
     @property
@@ -79,12 +86,17 @@ class Adding:
             self._compression, comm, membership, self._spec.seed, self.carried, self._shapes, self._spec.exact
         )
 
-    def _pack(self) -> Layout:
-        """The same buckets as the strategy's."""
-        return pack(
+    def _lay_out(self) -> None:
+        """The same buckets as the strategy's, of what trains now."""
+        self._trains = [p.requires_grad for _, p in self._parameters]
+        self._trained = [(key, p) for key, p in self._parameters if p.requires_grad]
+        self._dtypes = [wide(p.dtype) if self._wide_sums else p.dtype for _, p in self._trained]
+        fragments = fragments_of([p.numel() for _, p in self._trained], self._parts if self._trained else 0)
+        self._layout: Layout = pack(
             ParameterInfo(name, p.numel(), dtype.itemsize, f"{dtype} {p.device} {fragment}")
-            for (name, p), dtype, fragment in zip(self._trained, self._dtypes, self._fragments, strict=True)
+            for (name, p), dtype, fragment in zip(self._trained, self._dtypes, fragments, strict=True)
         )
+        self._shapes_in: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by bucket
 
     def _float32_elements(self) -> list[int]:
         layout = self._layout
@@ -95,8 +107,12 @@ class Adding:
         ]
 
     def _shapes(self, bucket: int) -> list[tuple[int, tuple[int, ...]]]:
-        slots = self._layout.slots
-        return [(slots[at].start, tuple(self._trained[at][1].shape)) for at in self._layout.members(bucket)]
+        if self._trains != [p.requires_grad for _, p in self._parameters]:  # the script has frozen or thawed some
+            self._lay_out()
+        if bucket not in self._shapes_in:
+            members, slots = self._layout.members(bucket), self._layout.slots
+            self._shapes_in[bucket] = [(slots[at].start, tuple(self._trained[at][1].shape)) for at in members]
+        return self._shapes_in[bucket]
 
 
 def _plain(name: str, exact: bool, device: torch.device, emit: events.Sink) -> MakeReducer:
@@ -107,16 +123,38 @@ def _plain(name: str, exact: bool, device: torch.device, emit: events.Sink) -> M
     return Autopilot(exact, emit)
 
 
-def _refuse_other_ways(name: str, compression: Compression, exact: bool) -> None:
+def _refuse_auto(spec: JobSpec, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    """Where nobody can measure, or nothing can be chosen. See `CompressAutopilot`."""
+    if spec.local:
+        raise SetupError(
+            "--compress auto cannot take effect with local steps",
+            cause="how inaccurate a codec may be is known for gradients, not for what replicas have learnt in a round",
+            do="name a codec, such as --compress int8, or leave out --strategy local",
+        )
+    if device.type != "cpu":
+        raise SetupError(
+            f"--compress auto is not there yet on {device.type}",
+            cause="links and codecs are measured between CPUs only",
+            do="name a codec, such as --compress bf16, or use --device cpu",
+        )
+    if dtypes and torch.float32 not in dtypes:
+        raise SetupError(
+            "--compress auto has nothing to choose",
+            cause=f"codecs are for float32, and the gradients are {', '.join(sorted({str(d) for d in dtypes}))}",
+            do="leave out --compress",
+        )
+
+
+def _refuse_other_ways(name: str, compression: str, exact: bool) -> None:
     if name not in ("auto", "direct"):
         raise SetupError(
-            f"--comm {name} cannot take effect with --compress {compression.name}",
+            f"--comm {name} cannot take effect with --compress {compression}",
             cause="codes cannot be added on their way, so they travel by direct exchange",
             do="leave out --comm, or --compress",
         )
     if not exact:
         raise SetupError(
-            f"exact=False has no use with --compress {compression.name}",
+            f"exact=False has no use with --compress {compression}",
             cause="codes are added in the fixed tree, whatever the number of workers",
             do="leave out exact=False",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from unisono.comm.codecs.spelling import Spelling, read
+from unisono.core.errors import UsageError
 
 if TYPE_CHECKING:
     from unisono.comm.codecs.clip import Clip
@@ -44,6 +45,12 @@ def parse_codec(text: str) -> Compression:
     from unisono.comm.codecs.plain import Plain
 
     spelling = read(text)
+    if spelling.name == "auto":
+        raise UsageError(
+            "the compression auto is not a codec",
+            cause="it chooses one for each bucket of gradients",
+            do="name a codec",
+        )
     codec = _build(spelling)
     if spelling.clip is None:
         return Compression(codec, spelling.feedback)

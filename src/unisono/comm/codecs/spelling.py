@@ -21,6 +21,7 @@ ABOUT = {
     "topk": "the largest share, 100 times fewer bytes for topk:0.01",
     "randomk": "a random share, 200 times fewer bytes for randomk:0.01",
     "powersgd": "matrices of low rank, powersgd:4 for rank 4",
+    "auto": "for each bucket the codec that the links call for, as long as it is accurate",
     "clip": "the norm of each microbatch limited, clip:1.0, alone or before another: clip:1.0+int8",
 }
 WANT_FEEDBACK = {"int4", "onebit", "topk", "randomk", "powersgd"}
@@ -54,6 +55,8 @@ def read(text: str) -> Spelling:
             cause=f"known are {', '.join(ABOUT)}",
             do=suggest(name, ABOUT) or "choose one of those, or none",
         )
+    if name == "auto" and (clip is not None or options):
+        raise _wrong(text, "auto chooses among codecs as they are", "write auto alone, or name a codec")
     number, stochastic = _value(text, name, value if colon else None)
     feedback = name in WANT_FEEDBACK and not stochastic
     for option in options:

@@ -120,7 +120,7 @@ class CompressedReducer:
         self._direct = DirectReducer(comm, membership)
         self._scratch = Scratch()
         self._levels: list[Tensor] = []
-        self._gaps: dict[int, Tensor] = {}
+        self._gaps: dict[int, tuple[Sequence[tuple[int, Sequence[int]]], Tensor]] = {}  # by tag: of these shapes
         self._spent: set[tuple[int, int]] = set()  # (microbatch, tag) whose residual is known to be zero
         self._spending: set[tuple[int, int]] = set()  # and those that are once the step is committed
 
@@ -136,6 +136,8 @@ class CompressedReducer:
     def begin(self, step: int) -> None:
         self._step = step
         self._spending.clear()
+        if self._shapes is not None:  # the script may have frozen or thawed something, so that buckets are others now
+            self._gaps = {tag: known for tag, known in self._gaps.items() if self._shapes(tag) == known[0]}
 
     def commit(self) -> None:
         """The residuals themselves are `carried`'s to commit."""
@@ -176,11 +178,11 @@ class CompressedReducer:
         if self._shapes is None:
             return torch.empty(0, dtype=torch.int64, device=target.device)
         if tag not in self._gaps:
-            empty = torch.ones(target.numel(), dtype=torch.bool)
-            for start, shape in self._shapes(tag):
+            empty, shapes = torch.ones(target.numel(), dtype=torch.bool), self._shapes(tag)
+            for start, shape in shapes:
                 empty[start : start + torch.Size(shape).numel()] = False
-            self._gaps[tag] = empty.nonzero().view(-1).to(target.device)
-        return self._gaps[tag]
+            self._gaps[tag] = shapes, empty.nonzero().view(-1).to(target.device)
+        return self._gaps[tag][1]
 
     # --- my vectors
 
