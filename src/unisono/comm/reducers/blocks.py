@@ -18,7 +18,7 @@ from unisono.comm import tree
 from unisono.comm.seam import Op
 from unisono.core.membership import Membership
 
-BLOCK = 1 << 16  # elements that are added at a time: a few such rows fit into a core's cache
+BLOCK = 1 << 17  # elements that are added at a time: a few such rows fit into the cache
 
 
 class Blocks:
@@ -76,8 +76,9 @@ class Joiner:
 
     def join(self, rows: Sequence[Tensor], target: Tensor, op: Op) -> None:
         """`target` may be one of the rows."""
-        for low in range(0, target.numel(), BLOCK):
-            high = min(low + BLOCK, target.numel())
+        step = BLOCK if len(self._merges) > 1 else max(1, target.numel())
+        for low in range(0, target.numel(), step):
+            high = min(low + step, target.numel())
             here = [row[low:high] for row in rows]
             for left, right in self._merges[:-1]:
                 room = self._room(left, target)[: high - low]
