@@ -14,7 +14,7 @@ from unisono.comm.links import hosts_of
 from unisono.comm.reducers import ALGORITHMS, make
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
-from unisono.core.membership import Membership, even
+from unisono.core.membership import Membership
 
 GLOO, AUTO, AUTO_NOT_EXACT = "gloo", "auto", "auto-not-exact"
 PILOTS = (AUTO, AUTO_NOT_EXACT)
@@ -30,7 +30,7 @@ def is_exact(name: str) -> bool:
     """Whether it gives the same bits on any number of workers."""
     if name in (GLOO, AUTO_NOT_EXACT):
         return False
-    return name == AUTO or not ALGORITHMS[name].kind.refuses(even(1, (0, 1), 2), True)
+    return name == AUTO or not ALGORITHMS[name].kind.refuses(exact=True)
 
 
 def rivals(pilot: str, algorithms: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ _FIRST_BYTES, _LAST_BYTES, _GROWTH = 1 << 16, 1 << 22, 4
 _LONG_ENOUGH_S = 0.02
 _MOST_ROUNDS = 15  # of more partners only some are measured; the others are taken to be like them
 _BULK_BUDGET_S = 2.0  # for the bandwidth of all pairs together
-_CROWD_S, _CROWD_BYTES = 0.03, 1 << 19
+_CROWD_S, _CROWD_BYTES, _CROWD_TIMES = 0.03, 1 << 19, 3
 _ADD_ELEMENTS = 1 << 20
 _NAME_BYTES = 64
 
@@ -129,30 +129,39 @@ class _Meter:
             while length := int(self._hear(peer)):
                 self._swap(peer, length)
             return float("inf")
-        length, best, started = _FIRST_BYTES, float("inf"), time.perf_counter()
+        length, fastest, started = _FIRST_BYTES, 0.0, time.perf_counter()
         while True:
-            self._say(peer, length)
-            taken = self.timed(lambda: self._swap(peer, length))  # noqa: B023
-            improved, best = taken < 0.8 * best, min(best, taken)
-            if improved and time.perf_counter() - started < budget_s:  # a connection that is still warming up
-                continue
-            enough = best - latency_s >= max(_LONG_ENOUGH_S, 2 * latency_s) or length >= _LAST_BYTES
-            if enough or time.perf_counter() - started > budget_s:
+            best = self._swap_often(peer, length, budget_s - (time.perf_counter() - started))
+            rate = length / max(best - latency_s, best / 2)  # latency may have been measured in a bad moment
+            # A connection grows into its bandwidth: while more bytes go faster, they have not reached it.
+            settled = best - latency_s >= max(_LONG_ENOUGH_S, 2 * latency_s) and rate < 1.2 * fastest
+            fastest, left_s = max(fastest, rate), budget_s - (time.perf_counter() - started)
+            length *= _GROWTH
+            if settled or length > _LAST_BYTES or 2 * length / fastest > left_s:
                 self._say(peer, 0)
-                return max(best - latency_s, best / 2) / length  # latency may have been measured in a bad moment
-            length, best = length * _GROWTH, float("inf")
+                return 1 / max(rate, fastest / 2)  # not that of short ones, which a router lets pass in a burst
 
-    def crowd(self, chunk: int) -> float:
+    def _swap_often(self, peer: int, length: int, budget_s: float) -> float:
+        """The fastest of several, until they get no faster: a connection may still be warming up."""
+        best, started, improved = float("inf"), time.perf_counter(), True
+        while improved:
+            self._say(peer, length)
+            taken = self.timed(lambda: self._swap(peer, length))
+            improved = taken < 0.8 * best and time.perf_counter() - started < budget_s
+            best = min(best, taken)
+        return best
+
+    def crowd(self, chunk: int, latency_s: float) -> float:
         """Seconds per byte sent while everybody sends to everybody."""
         others = [rank % self.comm.size for rank in range(self.comm.rank + 1, self.comm.rank + self.comm.size)]
         room = torch.zeros(chunk * len(others), dtype=torch.uint8, device=self.device).view(len(others), chunk)
         sends = [Message(rank, self._out[:chunk]) for rank in others]
         receives = [Message(rank, room[place]) for place, rank in enumerate(others)]
         best = float("inf")
-        for _ in range(2):
+        for _ in range(_CROWD_TIMES):
             self.meet()
             best = min(best, self.timed(lambda: self.comm.exchange(sends, receives, _ALL).wait()))
-        return best / (chunk * len(others))
+        return max(best - latency_s, best / 2) / (chunk * len(others))
 
     def adding(self) -> float:
         """Seconds per byte of a vector that is added to another, while everybody adds."""
@@ -200,7 +209,7 @@ def measure(comm: Comm, hosts: tuple[str, ...], device: torch.device | None = No
     rows = gather(comm, [*latencies, *paces, message_s, adding_s], device=meter.device)
     latency = complete([row[:size] for row in rows], hosts)
     pace = complete([row[size : 2 * size] for row in rows], hosts)
-    together = _together(meter, max(map(max, pace))) if size > 1 else ()
+    together = _together(meter, max(map(max, pace)), max(map(max, latency))) if size > 1 else ()
     return Links(
         latency_s=latency,
         bytes_per_s=_rates(pace),
@@ -211,11 +220,11 @@ def measure(comm: Comm, hosts: tuple[str, ...], device: torch.device | None = No
     )
 
 
-def _together(meter: _Meter, slowest_pace: float) -> tuple[float, ...]:
+def _together(meter: _Meter, slowest_pace: float, longest_s: float) -> tuple[float, ...]:
     """By rank: bytes per second that it sends while everybody sends to everybody."""
-    others = meter.comm.size - 1
-    chunk = int(min(_CROWD_BYTES, max(1 << 12, _CROWD_S / max(slowest_pace, 1e-12) / others)))
-    rows = gather(meter.comm, [meter.crowd(chunk)], device=meter.device)
+    others, enough_s = meter.comm.size - 1, max(_CROWD_S, 8 * longest_s)
+    chunk = int(min(_CROWD_BYTES, max(1 << 12, enough_s / max(slowest_pace, 1e-12) / others)))
+    rows = gather(meter.comm, [meter.crowd(chunk, longest_s)], device=meter.device)
     return tuple(1 / max(row[0], 1e-12) for row in rows)
 
 
