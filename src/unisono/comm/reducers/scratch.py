@@ -20,7 +20,7 @@ class Scratch:
     def begin(self, like: Tensor) -> None:
         """Rows of this dtype on this device from now on."""
         if self._used > self._pool.numel():  # the call before asked for more than there was
-            grown = torch.zeros(self._used, dtype=self._pool.dtype, device=self._pool.device)
+            grown = torch.empty(self._used, dtype=self._pool.dtype, device=self._pool.device)
             self._kept[self._pool.dtype, self._pool.device] = grown
         key = like.dtype, like.device
         if key not in self._kept:
@@ -31,7 +31,7 @@ class Scratch:
         start = self._used
         self._used += -(-length // _ALIGNMENT) * _ALIGNMENT
         if self._used > self._pool.numel():
-            return torch.zeros(length, dtype=self._pool.dtype, device=self._pool.device)
+            return torch.empty(length, dtype=self._pool.dtype, device=self._pool.device)
         return self._pool[start : start + length]
 
     def rows(self, count: int, length: int) -> list[Tensor]:
