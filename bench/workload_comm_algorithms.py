@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.comm.autopilot import Autopilot
-from unisono.comm.links import hosts_of
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import ALGORITHMS, make
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm

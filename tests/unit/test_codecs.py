@@ -25,7 +25,7 @@ from unisono.comm.codecs.onebit import OneBit
 from unisono.comm.codecs.plain import Plain
 from unisono.comm.codecs.powersgd import first_q, orthonormal_, plan
 from unisono.comm.codecs.randomk import RandomK
-from unisono.comm.codecs.seam import CHUNK, Codec
+from unisono.comm.codecs.seam import Codec, stride
 from unisono.comm.codecs.topk import TopK
 from unisono.comm.reducers.compressed import Homes, additions, even_slices
 from unisono.core.errors import UsageError
@@ -133,8 +133,8 @@ def test_the_code_of_a_slice_is_the_slice_of_the_code(codec: Codec) -> None:
 
 @every_codec
 def test_a_long_vector_worked_on_in_chunks_shows_no_seam(codec: Codec) -> None:
-    vector = values(CHUNK + 3 * codec.block + 1)
-    border = CHUNK // codec.block * codec.block
+    border = stride(torch.empty(0), codec.block)
+    vector = values(border + 3 * codec.block + 1)
     near = slice(border - codec.block, border + 2 * codec.block)
     back = torch.zeros(3 * codec.block)
     codec.decode(encoded(codec, vector[near].clone(), 3, near.start), back, 3, near.start)

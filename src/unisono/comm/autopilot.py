@@ -29,7 +29,8 @@ from unisono.comm.autopilot_choice import (
 )
 from unisono.comm.autopilot_memory import Memory
 from unisono.comm.autopilot_trials import race, vectors
-from unisono.comm.links import TAG, gather, host_names, hosts_of, measure, slowest
+from unisono.comm.links import TAG, gather, host_names, measure, slowest
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import ALGORITHMS, make, offered
 from unisono.comm.reducers.cost import Links
 from unisono.comm.reducers.seam import Reducer
@@ -265,7 +266,7 @@ class Pilot:
             sizes.append(sizes[-1] // 4)
         costs = [(size, sum(predictions(names, size, memory.links, self.membership, exact).values())) for size in sizes]
         elements = max(1, trial_bytes(costs, budget_s) // like.element_size())
-        parts = vectors(self.parts, elements, like.dtype, like.device)
+        parts = vectors(self.comm, self.parts, elements, like.dtype, like.device)
         kept = self._reducers
         self._racers = {
             name: kept.get(name) or make(name, self.comm, self.membership, self.hosts, exact) for name in names

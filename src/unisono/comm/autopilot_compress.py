@@ -35,7 +35,8 @@ from unisono.comm.codecs.bf16 import BFloat16
 from unisono.comm.codecs.int4 import Int4
 from unisono.comm.codecs.int8 import Int8
 from unisono.comm.codecs.seam import Codec
-from unisono.comm.links import gather, hosts_of
+from unisono.comm.links import gather
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers.blocks import join_rows
 from unisono.comm.reducers.compressed import CompressedReducer, Shapes, cost_s, is_compressed
 from unisono.comm.reducers.cost import Links

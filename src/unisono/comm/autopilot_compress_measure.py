@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unisono.comm.codecs.seam import CHUNK, Codec
+from unisono.comm.codecs.seam import Codec, stride
 from unisono.comm.links import gather
 from unisono.comm.seam import Comm
 
@@ -66,7 +66,7 @@ def coding_error(comm: Comm, codec: Codec, parts: Sequence[Tensor], seeds: Seque
 
 def _sums(codec: Codec, part: Tensor, seed: int) -> list[float]:
     """Squared norms of the error and of the vector, those of blocks in relation, how many blocks; by and by."""
-    step = max(1, CHUNK // codec.block) * codec.block
+    step = stride(part, codec.block)
     said = part.new_empty(min(step, part.numel()))
     code = torch.empty(codec.length(said.numel()), dtype=torch.uint8, device=part.device)
     sums = [0.0] * 4

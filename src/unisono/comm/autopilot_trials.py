@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.comm.links import gather
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
+from unisono.comm.sharing import empty_for
 
 TAG = 1 << 23  # of trial reductions; those of gradients and buffers are below
 _MOST_LAPS = 25
@@ -26,9 +27,9 @@ _BEHIND = 1.3  # times the leader's best
 _SHORT_S, _MOST_IN_A_ROW = 2e-3, 16  # what takes less than that is done several times in a row
 
 
-def vectors(count: int, elements: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """To be reduced again and again: zeros, in memory that is really there."""
-    return [torch.empty(elements, dtype=dtype, device=device).zero_() for _ in range(count)]
+def vectors(comm: Comm, count: int, elements: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """To be reduced again and again: zeros, in memory like that of buckets, and really there."""
+    return [empty_for(comm, elements, dtype, device).zero_() for _ in range(count)]
 
 
 def race(

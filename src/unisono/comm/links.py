@@ -17,10 +17,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from unisono.comm.mesh_address import Address
 from unisono.comm.reducers.cost import Links, Matrix
 from unisono.comm.seam import Comm, Message
-from unisono.core.membership import Membership
 
 TAG = 1 << 27  # above the tags of reductions, below those of backends
 _PING, _SIZE, _BULK, _ALL, _TABLE = range(TAG, TAG + 5)
@@ -47,13 +45,6 @@ def rounds(size: int) -> list[list[int | None]]:
             partners[one], partners[other] = other, one
         result.append([None if p is None or p >= size else p for p in partners[:size]])
     return result
-
-
-def hosts_of(membership: Membership) -> tuple[str, ...]:
-    """The host of each rank, from its address; workers without addresses are all on this one."""
-    if len(membership.addresses) != len(membership.members):
-        return ("",) * len(membership.members)
-    return tuple(Address.parse(text).host if text else "" for text in membership.addresses)
 
 
 def gather(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from unisono.core.membership import Membership
+
 _HELLO = struct.Struct("!8sqqqq")
 _MAGIC = b"unisono\x02"  # the last byte is the version of what follows on the connection
 HELLO_BYTES = _HELLO.size
@@ -59,3 +61,10 @@ class Hello:
         if magic != _MAGIC:
             raise ValueError("not a hello of this version")
         return Hello(generation, worker, to, lane)
+
+
+def hosts_of(membership: Membership) -> tuple[str, ...]:
+    """The host of each rank, from its address; workers without addresses are all on this one."""
+    if len(membership.addresses) != len(membership.members):
+        return ("",) * len(membership.members)
+    return tuple(Address.parse(text).host if text else "" for text in membership.addresses)

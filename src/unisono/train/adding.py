@@ -17,7 +17,7 @@ from unisono.comm.autopilot import Autopilot
 from unisono.comm.autopilot_compress import CompressAutopilot
 from unisono.comm.codecs import NONE, parse_codec
 from unisono.comm.codecs.spelling import read
-from unisono.comm.links import hosts_of
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import compressing
 from unisono.comm.reducers.seam import MakeReducer, Reducer
 from unisono.comm.seam import Comm

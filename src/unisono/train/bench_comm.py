@@ -20,8 +20,9 @@ import torch
 from unisono.comm.autopilot import USUAL, candidates, predictions
 from unisono.comm.autopilot_choice import Trial, choose
 from unisono.comm.autopilot_trials import race, vectors
-from unisono.comm.links import gather, host_names, hosts_of, measure, slowest
+from unisono.comm.links import gather, host_names, measure, slowest
 from unisono.comm.mesh import MeshComm
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.reducers import make
 from unisono.comm.reducers.cost import Links
@@ -192,7 +193,7 @@ class Bench:
             chosen = self._affordable(rows[-1] if rows else None, predicted, _SHARE * left_s)
             if not chosen:
                 return rows, f"{size_of(count)} and more were left out: they do not fit into {self.seconds:g} s"
-            parts = vectors(self.reducers[USUAL].parts, count // 4, torch.float32, self.device)
+            parts = vectors(self.comm, self.reducers[USUAL].parts, count // 4, torch.float32, self.device)
             racers = {name: self.reducers[name] for name in chosen}
             times = race(self.comm, racers, parts, min(_EACH_S, left_s / 8), to_the_end=True)
             self.trials += [Trial(name, count, max(took, 1e-9), predicted[name]) for name, took in times.items()]

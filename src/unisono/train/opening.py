@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.faulty import faulty
-from unisono.comm.links import hosts_of
 from unisono.comm.mesh import MeshComm
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm

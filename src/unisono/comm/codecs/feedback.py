@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unisono.comm.codecs.seam import CHUNK, Codec
+from unisono.comm.codecs.seam import Codec, stride
 from unisono.core.errors import InternalError
 
 State = dict[str, Tensor]
@@ -85,7 +85,7 @@ def residual_of(carried: Carried, microbatch: int, name: str, elements: int) -> 
 
 def encode_with_feedback(codec: Codec, values: Tensor, code: Tensor, residual: Residual, seed: int, start: int) -> None:
     """Encode ``values + residual``, which `values` become, leaving in ``residual.next`` what the code does not say."""
-    step = max(1, CHUNK // codec.block) * codec.block
+    step = stride(values, codec.block)
     for low in range(0, values.numel(), step):
         high = min(low + step, values.numel())
         part, left = values[low:high], residual.next[low:high]

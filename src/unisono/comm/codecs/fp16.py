@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unisono.comm.codecs.seam import CHUNK, Codec
+from unisono.comm.codecs.seam import Codec, stride
 
 _LARGEST = torch.finfo(torch.float16).max
 
@@ -29,11 +29,12 @@ class Float16:
 
     def encode(self, values: Tensor, code: Tensor, seed: int = 0, start: int = 0) -> None:  # noqa: ARG002
         halves = code.view(torch.float16)
-        for i in range(0, values.numel(), CHUNK):
-            part = values[i : i + CHUNK]
+        step = stride(values)
+        for i in range(0, values.numel(), step):
+            part = values[i : i + step]
             if max(float(part.amax()), -float(part.amin())) > _LARGEST:
                 part = torch.where(part.isinf(), part, part.clamp(-_LARGEST, _LARGEST))
-            halves[i : i + CHUNK].copy_(part)
+            halves[i : i + step].copy_(part)
 
     def decode(self, code: Tensor, values: Tensor, seed: int = 0, start: int = 0) -> None:  # noqa: ARG002
         values.copy_(code.view(torch.float16))

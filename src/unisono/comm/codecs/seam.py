@@ -15,7 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 19  # elements worked on at once: fewer pay for calls, more for memory outside of the caches
+_CHUNK = 1 << 19  # elements worked on at once: fewer pay for calls, more for memory outside of the caches
+_CHUNK_ELSEWHERE = 1 << 26  # on devices where calls cost more than memory
+
+
+def stride(like: Tensor, block: int = 1) -> int:
+    """How many elements to work on at once, in whole blocks. Changes no bit: codes are made block by block."""
+    chunk = _CHUNK if like.device.type == "cpu" else _CHUNK_ELSEWHERE
+    return max(1, chunk // block) * block
 
 
 class Codec(Protocol):
@@ -68,7 +75,7 @@ class Blocks:
     def encode(self, values: Tensor, code: Tensor, seed: int = 0, start: int = 0) -> None:
         rows, codes, last_code = self._cut(values, code)
         first = start // self.block
-        for i, j in self._strides(len(rows)):
+        for i, j in self._strides(rows):
             self._encode_rows(rows[i:j], codes[i:j], seed, first + i)
         if tail := values.numel() % self.block:
             last = values.new_zeros(1, self.block)
@@ -78,7 +85,7 @@ class Blocks:
     def decode(self, code: Tensor, values: Tensor, seed: int = 0, start: int = 0) -> None:
         rows, codes, last_code = self._cut(values, code)
         first = start // self.block
-        for i, j in self._strides(len(rows)):
+        for i, j in self._strides(rows):
             self._decode_rows(codes[i:j], rows[i:j], seed, first + i)
         if tail := values.numel() % self.block:
             last = values.new_zeros(1, self.block)
@@ -91,9 +98,9 @@ class Blocks:
         codes = code.view(-1, self.block_bytes)
         return values[: full * self.block].view(full, self.block), codes[:full], codes[full:]
 
-    def _strides(self, rows: int) -> Iterator[tuple[int, int]]:
-        step = max(1, CHUNK // self.block)
-        return ((i, min(i + step, rows)) for i in range(0, rows, step))
+    def _strides(self, rows: Tensor) -> Iterator[tuple[int, int]]:
+        step = stride(rows, self.block) // self.block
+        return ((i, min(i + step, len(rows))) for i in range(0, len(rows), step))
 
     def _encode_rows(self, rows: Tensor, codes: Tensor, seed: int, first: int) -> None:
         """`first`: the number of the first of these blocks in the whole vector."""

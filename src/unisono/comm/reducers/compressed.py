@@ -24,7 +24,7 @@ from torch import Tensor
 from unisono.comm import tree
 from unisono.comm.codecs.clip import Clip
 from unisono.comm.codecs.feedback import Carried, Residual, State, encode_with_feedback, residual_of
-from unisono.comm.codecs.seam import CHUNK, Codec
+from unisono.comm.codecs.seam import Codec, stride
 from unisono.comm.reducers.blocks import join_rows
 from unisono.comm.reducers.cost import Links, round_s
 from unisono.comm.reducers.direct import DirectReducer
@@ -251,7 +251,8 @@ class CompressedReducer:
         """Decode and add in tree order, a cache's worth at a time, into my slice of the target."""
         nodes = [node for nodes in self._nodes for node in nodes]
         draws = [self._seed("codes", tag, node[0]) for node in nodes]
-        step = max(1, CHUNK // self.codec.block) * self.codec.block
+        block = self.codec.block
+        step = min(stride(target, block), max(1, -(-length_of(mine) // block)) * block)
         if not self._levels or self._levels[0].numel() < step or self._levels[0].device != target.device:
             self._levels = [target.new_zeros(step) for _ in range(max(level for level, _ in self._additions))]
         for low in range(mine.start, mine.stop, step):

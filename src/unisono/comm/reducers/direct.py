@@ -2,7 +2,8 @@
 """All-reduce by direct exchange, the default: each sum is finished by the owner of its slice.
 
 Every worker owns one slice of the vector. It receives everyone's subtree sums for that slice, adds them in tree
-order, and sends the result to all: reduce-scatter, then all-gather, each in one round.
+order, and sends the result to all: reduce-scatter, then all-gather, each in one round. Long vectors that go over a
+network do so in segments, so that no link is idle between the rounds.
 
 Cost per worker, n bytes, p workers, k rows a worker (1 where ranges are aligned or `exact` is off, rarely more than
 2): two latencies instead of a ring's 2(p-1), (k + 1) n (p-1)/p bytes out, which for k = 1 is a ring's, and 2(p-1)
@@ -15,13 +16,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers.blocks import Blocks, Joiner
 from unisono.comm.reducers.cost import Links, round_s
-from unisono.comm.reducers.rounds import Group, both
+from unisono.comm.reducers.rounds import SEGMENT_BYTES, Group, both, in_segments
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm, Op
-from unisono.comm.slicing import length_of, slices
+from unisono.comm.slicing import length_of, shifted, slices
 from unisono.core.membership import Membership
 
 
@@ -33,14 +35,29 @@ class DirectReducer(Stateless):
         everyone = range(len(membership.members))
         counts = tuple(self._blocks.rows(rank, rank + 1) for rank in everyone)
         self._group = Group(tuple(everyone), comm.rank, counts, self._blocks.join([*everyone, len(everyone)]))
+        self._is_far = len(set(hosts_of(membership))) > 1
         self._joiner = Joiner(self._group.plan)
         self._received = sum(counts) - counts[comm.rank]
 
     def _reduce(self, parts: Sequence[Tensor], tag: int, op: Op) -> None:
-        owned = slices(parts[0].numel(), self.comm.size)
+        segments = self._segments(parts[0])
+        if len(segments) > 1:
+            in_segments(self.comm, self._group, self._joiner, parts, segments, self._scratch, LANES * tag, op)
+            return
+        (owned,) = segments
         mine = length_of(owned[self.comm.rank])
         rows = self._scratch.rows(self._received if mine else 0, mine)
         both(self.comm, self._group, self._joiner, parts, owned, rows, LANES * tag, op)
+
+    def _segments(self, target: Tensor) -> list[tuple[slice, ...]]:
+        """Of each, the slice of every rank. One, unless a long vector goes over a network."""
+        elements, count = target.numel(), 1
+        if self._is_far and target.device.type == "cpu":
+            count = max(1, elements * target.element_size() // SEGMENT_BYTES)
+        return [
+            tuple(shifted(part, segment.start) for part in slices(length_of(segment), self.comm.size))
+            for segment in slices(elements, count)
+        ]
 
 
 def cost_s(bytes_: float, links: Links, membership: Membership, exact: bool = True) -> float:

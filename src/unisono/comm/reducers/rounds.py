@@ -2,11 +2,13 @@
 """The two rounds of a direct exchange inside a group of ranks: everyone to every owner, and every owner to everyone.
 
 Reduce-scatter and all-gather, each as one exchange in which all messages are under way at once. `direct` is these two
-over all ranks, `hierarchical` inside hosts and between them.
+over all ranks, `hierarchical` inside hosts and between them. `both` is the two for vectors in memory that is shared,
+`in_segments` for long ones that go over a network: the second round of one segment runs beside the first of the next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +17,12 @@ from torch import Tensor
 from unisono.comm import tree
 from unisono.comm.reducers.blocks import Joiner, join_rows
 from unisono.comm.reducers.scratch import Scratch
-from unisono.comm.seam import Comm, Message, Op
+from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of
+
+SEGMENT_BYTES = 2 << 20
+_AHEAD = 2  # segments under way beside the one that is being added
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,39 @@ def both(
     taken.wait()
 
 
+def in_segments(
+    comm: Comm, group: Group, joiner: Joiner, parts: Sequence[Tensor], segments: Sequence[Sequence[slice]],
+    scratch: Scratch, tag: int, op: Op,
+) -> None:  # fmt: skip
+    """Like `both`. `segments`: of each, the slice of every member, by place.
+
+    A slice of the result may be written over what was sent of it: its owner has got that, or it had no result.
+    """
+    ranks, target = group.ranks, parts[0]
+    longest = max(length_of(owned[group.place]) for owned in segments)
+    room = [[scratch.rows(group.counts[place], longest) for place in group.others] for _ in range(_AHEAD + 1)]
+    coming: deque[tuple[Sequence[slice], dict[int, list[Tensor]], Pending]] = deque()
+    collecting: list[Pending] = []
+    for number in range(len(segments) + _AHEAD):
+        if number < len(segments):
+            owned = segments[number]
+            length = length_of(owned[group.place])
+            found = zip(group.others, room[number % (_AHEAD + 1)], strict=True)
+            rows = {place: [row[:length] for row in some] for place, some in found}
+            receives = [Message(ranks[place], row) for place in group.others for row in rows[place] if length]
+            coming.append((owned, rows, comm.exchange(_to_owners(group, parts, owned), receives, tag)))
+        if number >= _AHEAD:
+            owned, rows, pending = coming.popleft()
+            pending.wait()
+            mine = owned[group.place]
+            rows[group.place] = [part[mine] for part in parts]
+            if length_of(mine):
+                joiner.join([row for place in range(len(ranks)) for row in rows[place]], target[mine], op)
+            collecting.append(_collecting(comm, group, target, owned, tag + 1))
+    for pending in collecting:
+        pending.wait()
+
+
 def _to_owners(group: Group, parts: Sequence[Tensor], owned: Sequence[slice]) -> list[Message]:
     return [
         Message(group.ranks[place], part[owned[place]])
@@ -82,7 +120,11 @@ def _to_owners(group: Group, parts: Sequence[Tensor], owned: Sequence[slice]) ->
 
 def collect(comm: Comm, group: Group, target: Tensor, owned: Sequence[slice], tag: int) -> None:
     """Fill `target` with everyone's slice of it."""
+    _collecting(comm, group, target, owned, tag).wait()
+
+
+def _collecting(comm: Comm, group: Group, target: Tensor, owned: Sequence[slice], tag: int) -> Pending:
     mine = owned[group.place]
     sends = [Message(group.ranks[place], target[mine]) for place in group.others if length_of(mine)]
     receives = [Message(group.ranks[place], target[owned[place]]) for place in group.others if length_of(owned[place])]
-    comm.exchange(sends, receives, tag).wait()
+    return comm.exchange(sends, receives, tag)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from ranks import in_threads, together
 from test_mesh_shared import letters, mesh
 
 from unisono.comm.mesh import MeshComm
+from unisono.comm.reducers import rounds
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.seam import Comm, Message
 from unisono.comm.sharing import Trade, empty_for
@@ -111,16 +113,28 @@ def test_a_trade_gives_the_same_over_every_comm(kind: str) -> None:
     assert together(kind, 3, trade) == [True] * 3
 
 
+SEGMENT = rounds.SEGMENT_BYTES // 4
+
+
 @pytest.mark.parametrize(("workers", "microbatches"), [(2, 2), (3, 4), (3, 8), (4, 4), (5, 6)])
-@pytest.mark.parametrize("elements", [7, BIG // 4 + 1, 3 * BIG + 5])
-def test_buckets_in_shared_memory_have_the_bits_of_a_sum_in_one_process(
-    workers: int, microbatches: int, elements: int
+@pytest.mark.parametrize(
+    ("kind", "far", "elements"),
+    [
+        *(("mesh", False, elements) for elements in (7, BIG // 4 + 1, 3 * BIG + 5)),
+        *(("mesh-tls", True, elements) for elements in (7, 2 * SEGMENT - 1, 2 * SEGMENT, 5 * SEGMENT + 37)),
+        *((kind, True, 3 * SEGMENT + 5) for kind in ("threads", "gloo", "mesh")),
+    ],
+)
+def test_long_buckets_have_the_bits_of_a_sum_in_one_process_near_and_far(
+    kind: str, far: bool, workers: int, microbatches: int, elements: int
 ) -> None:
     generator = torch.Generator().manual_seed(elements)
     brought = torch.randn(microbatches, elements, generator=generator)
 
     def reduce(comm: Comm) -> list[torch.Tensor]:
         membership = even(comm.generation, tuple(range(comm.size)), microbatches)
+        if far:
+            membership = replace(membership, addresses=tuple(f"host-{rank};;" for rank in range(comm.size)))
         reducer, mine = DirectReducer(comm, membership), membership.ranges[comm.rank]
         levels = [empty_for(comm, elements, torch.float32, torch.device("cpu")) for _ in mine]
         results = []
@@ -138,6 +152,6 @@ def test_buckets_in_shared_memory_have_the_bits_of_a_sum_in_one_process(
         return results
 
     (alone, _), *_ = together("threads", 1, partial(reduce))
-    for results in together("mesh", workers, reduce):
+    for results in together(kind, workers, reduce):
         for result in results:
             assert torch.equal(result, alone)
