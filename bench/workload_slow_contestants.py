@@ -129,7 +129,7 @@ def ours() -> list[Contestant]:
 
     return [
         one("exact", [], 1.0),
-        *(one(codec, ["--compress", codec], 1.5) for codec in ("int8", "onebit", "topk:0.01", "powersgd:4")),
+        *(one(codec, ["--compress", codec], 1.5) for codec in ("auto", "int8", "onebit", "topk:0.01", "powersgd:4")),
         *(one(f"local SGD, H {turns}", local("average", turns), 2.0, turns) for turns in (8, 16, 32)),
         *(one(f"DiLoCo, H {turns}", local("nesterov", turns), 2.0, turns) for turns in (8, 16, 32)),
         *(

@@ -16,6 +16,7 @@ from unisono.core.comm_words import seconds_of
 
 WITHIN = 3.0  # times the best prediction: what is predicted to be slower is not even tried
 _WORTH_CHANGING = 0.97  # of the usual one's time: less of a gain may be noise
+_WORTH_GUESSING = 0.8  # the same where it is only predicted
 _LEAST_TRIAL_S, _LAPS = 0.05, 20
 _SAME_CLASS = 0.5  # of an octave: sizes that near share a choice
 
@@ -93,7 +94,8 @@ def choose(
     tried = {t.name: t.seconds for t in trials if size_class(t.bytes) == size_class(count) and t.name in names}
     hoped = {name: tried.get(name, expected(name, count, predicted[name], trials)) for name in names}
     best = min(names, key=lambda name: (hoped[name], name))
-    if usual in names and hoped[best] > _WORTH_CHANGING * hoped[usual]:
+    worth = _WORTH_CHANGING if best in tried else _WORTH_GUESSING
+    if usual in names and hoped[best] > worth * hoped[usual]:
         best = usual
     because = _because(best, hoped, tried, predicted, floor_s)
     return Choice(count, best, predicted[best], tried.get(best), because)

@@ -21,7 +21,7 @@ from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of
 
-SEGMENT_BYTES = 2 << 20
+SEGMENT_BYTES = 8 << 20
 _AHEAD = 2  # segments under way beside the one that is being added
 
 
