@@ -76,7 +76,8 @@ def test_a_codec_gives_the_same_bits_on_any_number_of_workers(codec: str, alone:
     [
         (("--compress", "int9"), "did you mean 'int8'"),
         (("--compress", "int8", "--comm", "tree"), "codes cannot be added on their way"),
-        (("--local-steps", "4"), "it belongs to the strategy local"),
+        (("--local-steps", "4"), "--local-steps cannot take effect"),
+        (("--fragments", "2"), "it belongs to the strategy local"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(options: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -76,6 +76,14 @@ def test_compressed_differences_give_the_same_bits_too(fragments: int, tmp_path:
     assert found != {plain.weights_sha256}, "nothing was compressed"
 
 
+def test_the_command_asks_for_local_steps_as_the_script_does(tmp_path: Path) -> None:
+    by_script = run_unisono(SCRIPT + "\nfit(LocalSteps(h=4, outer='nesterov', fragments=2))", tmp_path, *ASKED)
+    words = ("--strategy", "local", "--local-steps", "4", "--outer", "nesterov", "--fragments", "2")
+    by_command = run_unisono(SCRIPT + "\nfit(None)", tmp_path, *ASKED, *words)
+    assert by_command.weights_sha256 == by_script.weights_sha256
+    assert run_unisono(SCRIPT + "\nfit(None)", tmp_path, *ASKED, *words[:-2]).weights_sha256 != by_script.weights_sha256
+
+
 def test_a_round_counts_its_true_samples_and_schedules_follow_rounds(tmp_path: Path) -> None:
     text = "\nfit(LocalSteps(h=3), schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.1))"
     finished = run_python(SCRIPT + text, tmp_path, env={"UNISONO_MICROBATCHES": "4"})

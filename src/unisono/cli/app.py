@@ -156,6 +156,10 @@ def run(
     outer: Annotated[
         str | None, typer.Option(help="With --strategy local: average (default), or nesterov (DiLoCo).")
     ] = None,
+    fragments: Annotated[
+        int | None,
+        typer.Option(help="With --strategy local: parts that are exchanged while replicas go on.", metavar="F"),
+    ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
@@ -198,8 +202,8 @@ def run(
         "balance": balance, "listen": listen, "local": local, "faults": faults, "checkpoint_every": checkpoint_every,
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
-        "strategy": strategy, "local_steps": local_steps, "outer": outer, "plaintext": plaintext,
-        "noise_every": noise_every,
+        "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
+        "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

@@ -24,7 +24,7 @@ from unisono.core.interval import parse_interval
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer",
+    "local_steps", "outer", "fragments",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -96,6 +96,7 @@ class RunSpec(BaseModel):
     strategy: Literal["", "allreduce", "local"] = ""
     local_steps: int | None = Field(default=None, ge=1)
     outer: Literal["", "average", "nesterov"] = ""
+    fragments: int | None = Field(default=None, ge=1)
     plaintext: bool = False
 
     @field_validator("workers", mode="before")

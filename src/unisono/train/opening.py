@@ -163,12 +163,13 @@ def _refuse_foreign_parameters(request: Request) -> None:
 
 def _local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
     """What the command says about the strategy comes before what the script says."""
-    wishes: dict[str, Any] = {"h": spec.local_steps, "outer": spec.outer or None}
+    wishes: dict[str, Any] = {"h": spec.local_steps, "outer": spec.outer or None, "fragments": spec.fragments}
     given = {key: value for key, value in wishes.items() if value is not None}
+    options = {"h": "local-steps", "outer": "outer", "fragments": "fragments"}
     if spec.strategy == "allreduce" or (not spec.strategy and asked is None):
         if given:
             raise SetupError(
-                f"--{'local-steps' if 'h' in given else 'outer'} cannot take effect",
+                f"--{options[next(iter(given))]} cannot take effect",
                 cause="it belongs to the strategy local",
                 do="add --strategy local, or leave it out",
             )
