@@ -56,6 +56,10 @@ def broken(step: int, microbatch: int, tag: int) -> Tensor:
     return calm(step, microbatch, tag) * torch.nan
 
 
+def nothing(step: int, microbatch: int, tag: int) -> Tensor:
+    return calm(step, microbatch, tag) * 0
+
+
 Make = Callable[[int, int, int], Tensor]
 
 
@@ -247,6 +251,22 @@ def test_an_abandoned_step_leaves_no_trace() -> None:
     for (sums, learnt, told), (others, also, told_too) in zip(straight, with_a_break, strict=True):
         assert (learnt, told) == (also, told_too)
         assert all(torch.equal(a, b) for x, y in zip(sums, others, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def test_zeros_are_no_proof_that_a_codec_is_accurate() -> None:
+    members = even(1, (0, 1), M)
+
+    def work(comm: Comm, _: int) -> Any:
+        worker = Worker()
+        pilot = started(comm, members, worker)
+        worker.step(pilot, 0, nothing)
+        unseen = dict(pilot.report().codecs)
+        worker.step(pilot, 1, nasty)
+        return unseen, set(pilot.report().codecs.values()), worker
+
+    for unseen, codecs, _ in slowly(members, work):
+        assert unseen == {}
+        assert codecs <= {"none", "bf16"}, "the first that was not zero was looked at before it was sent"
 
 
 def test_a_gradient_that_is_not_finite_says_nothing_about_codecs() -> None:

@@ -72,6 +72,39 @@ def test_what_does_not_lie_in_shared_memory_comes_into_the_room_or_beside_it(siz
         assert torch.equal(row, letters(size))
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_nothing_can_be_borrowed_too(early: bool) -> None:
+    with mesh(2) as (_, comms):
+        if early:
+            comms[0].exchange([Message(1, torch.zeros(0))], [], 1)
+            wait_until_shown(comms)
+        loan = comms[1].borrow([Message(0, torch.zeros(0))], 1)
+        if not early:
+            comms[0].exchange([Message(1, torch.zeros(0))], [], 1)
+        loan.wait()
+        assert loan.rows[0].numel() == 0
+        loan.give_back()
+
+
+def test_two_who_are_out_of_step_leave_a_third_where_it_is() -> None:
+    with mesh(3) as (_, comms):
+        vector = comms[0].empty(BIG, torch.uint8).copy_(letters(BIG))
+        comms[0].exchange([Message(2, vector)], [], 1)
+        wanted = comms[0].exchange([], [Message(1, torch.zeros(10))], 2)
+        comms[1].exchange([Message(0, torch.zeros(11))], [], 2)
+        with pytest.raises(PeerLost) as lost:
+            wanted.wait()
+        assert lost.value.out_of_step
+        box = torch.zeros(BIG, dtype=torch.uint8)
+        comms[2].exchange([], [Message(0, box)], 1).wait()  # and not: worker 1 is lost
+        assert torch.equal(box, letters(BIG))
+        second = torch.zeros(BIG, dtype=torch.uint8)
+        comms[0].abort(2)  # somebody has seen who is elsewhere
+        vector.zero_()
+        with pytest.raises(PeerLost):
+            comms[2].exchange([], [Message(0, second)], 1).wait()
+
+
 def test_a_lender_who_gave_up_is_noticed_when_it_is_given_back() -> None:
     with mesh(2) as (_, comms):
         vector = comms[0].empty(BIG, torch.uint8).copy_(letters(BIG))

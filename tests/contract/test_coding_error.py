@@ -68,7 +68,7 @@ def test_outliers_do_not_hide_what_happens_to_the_rest(size: float) -> None:
         assert (errors[0] <= RUNGS[rung].bound) == is_good
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_no_scale_of_gradients_is_too_inaccurate_by_itself(scale: float) -> None:
     def scaled(microbatch: int) -> Tensor:
         return calm(microbatch) * scale
@@ -77,7 +77,12 @@ def test_no_scale_of_gradients_is_too_inaccurate_by_itself(scale: float) -> None
         error = errors_of(scaled, rung)[0]
         assert error is not None
         assert error <= RUNGS[rung].bound
-    assert errors_of(lambda microbatch: calm(microbatch) * torch.nan, 1) == [None] * 3
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.nan])
+def test_zeros_and_what_is_not_finite_teach_nothing_about_codecs(scale: float) -> None:
+    for rung in range(len(RUNGS)):
+        assert errors_of(lambda microbatch: calm(microbatch) * scale, rung) == [None] * 3
 
 
 def test_what_overflows_in_a_code_is_infinitely_wrong() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.codecs import parse_codec
-from unisono.comm.codecs.feedback import Memory
+from unisono.comm.codecs.feedback import Memory, Residual, encode_with_feedback
 from unisono.comm.reducers import compressing
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.membership import even
@@ -80,6 +80,18 @@ def network(text: str, steps: int = 600, rate: float = 0.1, batch: int = 64) -> 
                 parameter -= rate * piece.view(parameter.shape)
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(inputs), answers))
+
+
+@pytest.mark.parametrize("name", ["onebit", "topk:0.01", "int8,feedback", "randomk:0.5,feedback"])
+def test_an_infinite_gradient_leaves_nothing_behind_that_would_spoil_the_next(name: str) -> None:
+    codec = parse_codec(name).codec
+    assert codec is not None
+    values = torch.randn(4 * codec.block, generator=torch.Generator().manual_seed(0))
+    values[5], values[6] = torch.inf, -torch.inf
+    residual = Residual(torch.zeros_like(values), torch.zeros_like(values))
+    code = torch.zeros(codec.length(len(values)), dtype=torch.uint8)
+    encode_with_feedback(codec, values, code, residual, 3, 0)
+    assert residual.next.isfinite().all()
 
 
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.01"])

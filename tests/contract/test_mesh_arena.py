@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -116,6 +118,51 @@ def test_they_outlive_generations_and_are_gone_with_their_tensor() -> None:
     del vector
     gc.collect()
     assert held() == before
+
+
+def test_others_let_go_of_one_that_is_gone_when_they_are_shown_the_next() -> None:
+    before = held()
+    with mesh(2) as (_, comms):
+
+        def show(vector: torch.Tensor) -> None:
+            box = torch.zeros(BIG, dtype=torch.uint8)
+            receiving = comms[1].exchange([], [Message(0, box)], 1)
+            in_threads([comms[0].exchange([Message(1, vector)], [], 1).wait, receiving.wait])
+            assert torch.equal(box, letters(BIG))
+
+        vectors = [comms[0].empty(BIG, torch.uint8).copy_(letters(BIG)) for _ in range(5)]
+        for vector in vectors:
+            show(vector)
+        many = held()
+        del vectors, vector
+        gc.collect()
+        last = comms[0].empty(BIG, torch.uint8).copy_(letters(BIG))
+        show(last)
+        gc.collect()
+        few = held()
+        show(last)
+        assert held() == few
+        assert few - before < (many - before) / 2
+
+
+_SHORT_OF_DESCRIPTORS = """
+import os, resource, torch
+from unisono.comm.mesh_arena import Arenas
+arenas = Arenas(enabled=True)
+kept = arenas.empty(1 << 20, torch.float32)
+highest = max(map(int, os.listdir("/proc/self/fd")))
+for left in (0, 1):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + left, 4096))
+    assert arenas.empty(1 << 20, torch.float32).numel() == 1 << 20
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+assert len([n for n in os.listdir("/proc/self/fd") if int(n) > highest + 1]) == 0
+"""
+
+
+def test_without_descriptors_it_is_a_vector_like_any_other_and_none_is_lost() -> None:
+    words = [sys.executable, "-c", _SHORT_OF_DESCRIPTORS]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_forked_loader_process_keeps_the_tensor_and_no_descriptor() -> None:

@@ -14,7 +14,11 @@ import pytest
 from ranks import credentials
 
 from unisono.comm import mesh_sealed
+from unisono.comm.mesh_pump import Pump
+from unisono.comm.mesh_sealed import Opener, Sealer
+from unisono.comm.mesh_talk import Line
 from unisono.comm.mesh_tls import SecureSocket, Tls
+from unisono.core.errors import PeerLost
 
 SIZES = (1, 16, 4_095, 4_096, 262_144, 262_145, 1_000_003)
 
@@ -155,6 +159,21 @@ def test_a_record_longer_than_any_is_not_waited_for() -> None:
         put_into.sendall((1 << 31).to_bytes(4, "big") + bytes(100))
         with pytest.raises(ConnectionError, match="does not keep to the protocol"):
             answerer.recv(10)
+
+
+def test_nonsense_behind_the_hello_is_a_lost_peer() -> None:
+    with sockets() as (near, far):
+        end = SecureSocket.__new__(SecureSocket)  # as after the handshake
+        end._sock, end._opener, end._sealer = near, Opener(near, b"k" * 16), Sealer(near, b"l" * 16)
+        Sealer(far, b"k" * 16).send([b"h" * 40])
+        far.send(b"\xff" * 8)
+        near.setblocking(True)
+        assert end.recv(40) == b"h" * 40
+        near.setblocking(False)
+        pump = Pump(1, 0, {1: Line(end, None)}, [0, 1])
+        with pytest.raises(PeerLost, match="connection to worker 1 broke"):
+            pump.exchange([], [], 1)
+        pump.retire()
 
 
 def test_both_sides_change_the_key_in_time_and_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:

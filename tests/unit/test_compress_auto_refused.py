@@ -27,7 +27,8 @@ def ask(name: str = "auto", device: str = "cpu", dtype: torch.dtype = torch.floa
         ({"exact": False}, "exact=False", "fixed tree", "leave out exact=False"),
         ({"local": "16 steps"}, "local steps", "known for gradients", "--compress int8"),
         ({"device": "cuda"}, "not there yet on cuda", "measured between CPUs", "--compress bf16"),
-        ({"dtype": torch.float64}, "nothing to choose", "the gradients are torch.float64", "leave out --compress"),
+        ({"dtype": torch.float64}, "cannot take effect", "the gradients are torch.float64", "leave out --compress"),
+        ({"dtype": torch.bfloat16, "compress": "int8"}, "cannot take effect", "torch.bfloat16", "leave out --compress"),
     ],
 )
 def test_it_is_refused_with_cause_and_cure(asked: dict[str, Any], what: str, cause: str, do: str) -> None:

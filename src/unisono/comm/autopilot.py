@@ -174,7 +174,7 @@ class Pilot:
             return known
         started, memory, exact = time.perf_counter(), self._bearings(), self.autopilot.exact
         predicted = predictions(self.names, count, memory.links, self.membership, exact)
-        names = contenders(predicted)
+        names = contenders(predicted, USUAL)
         budget_s = trial_budget(predicted, self.autopilot.each_s, self.autopilot.all_s - self._tried_s)
         if len(names) > 1 and budget_s > 0 and not memory.is_projected and size_class(count) not in memory.asked:
             memory = self._try(names, count, like, budget_s)

@@ -65,10 +65,11 @@ def acceptable(candidates: Sequence[Candidate], most_error: float) -> list[Candi
     return [candidate for candidate in candidates if candidate.error <= most_error]
 
 
-def contenders(predicted: Mapping[str, float], within: float = WITHIN) -> list[str]:
-    """The best predicted first, then those that may turn out to be better."""
+def contenders(predicted: Mapping[str, float], usual: str = "", within: float = WITHIN) -> list[str]:
+    """The best predicted first, then those that may turn out to be better; the usual one may always."""
     best = min(predicted.values())
-    return sorted((name for name in predicted if predicted[name] <= within * best), key=lambda name: predicted[name])
+    names = (name for name in predicted if predicted[name] <= within * best or name == usual)
+    return sorted(names, key=lambda name: predicted[name])
 
 
 def expected(name: str, count: int, predicted_s: float, trials: Sequence[Trial]) -> float:
@@ -86,11 +87,11 @@ def expected(name: str, count: int, predicted_s: float, trials: Sequence[Trial])
 def choose(
     count: int, predicted: Mapping[str, float], trials: Sequence[Trial] = (), usual: str = "", floor_s: float = 0.0
 ) -> Choice:
-    """The candidate to take for vectors of `count` bytes; never one that is predicted far behind the best.
+    """The candidate to take for vectors of `count` bytes; none but the usual one if it is predicted far behind.
 
     `usual` is kept unless another is clearly faster. `floor_s`: what even an empty vector would take by the best.
     """
-    names = contenders(predicted)
+    names = contenders(predicted, usual)
     tried = {t.name: t.seconds for t in trials if size_class(t.bytes) == size_class(count) and t.name in names}
     hoped = {name: tried.get(name, expected(name, count, predicted[name], trials)) for name in names}
     best = min(names, key=lambda name: (hoped[name], name))

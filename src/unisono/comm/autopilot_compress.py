@@ -54,7 +54,7 @@ from unisono.core.membership import Membership
 #         with one outlier of 20 in 250 elements it is at 4.6 %, with one of 1000 at 100 %.
 #   int4  is at 17 % on those, at 23 % on Laplace's, but rounds at random and so is right on average (QSGD, Alistarh et
 #         al. 2017): 25 % adds at most 1/16 to the variance of a microbatch's gradient, as if that had so many fewer
-#         samples.
+#         samples. The sum is encoded once more, which the sample does not see: as much again, of the sum.
 LADDER: tuple[tuple[Codec, float], ...] = (
     (BFloat16(), 2**-8),
     (Int8(), 0.025),
@@ -103,6 +103,7 @@ class CompressPilot:
         self._learnt: Learnt | None = None  # known to be the same on all ranks
         self._times: dict[int, tuple[float, list[float]]] = {}  # bytes: predicted seconds, plain and by rung
         self._sampled: dict[int, Bucket] = {}  # in this step
+        self._reduced: set[int] = set()  # in this step
         self._changes: list[events.CodecChanged] = []  # in this step
         self._untold = False
 
@@ -116,7 +117,7 @@ class CompressPilot:
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._sampled, self._changes = {}, []
+        self._sampled, self._changes, self._reduced = {}, [], set()
         for reducer in self._all:
             reducer.begin(step)
         if self.comm.size > 1 and self._pilot.links is not self._links:
@@ -125,6 +126,7 @@ class CompressPilot:
     def reduce(self, parts: Sequence[Tensor], tag: int, op: Op = "sum") -> None:
         target = parts[0]
         rung = -1
+        self._reduced.add(tag)
         if self.comm.size > 1 and op == "sum" and is_compressed(target.numel(), target.dtype):
             rung = self._choice(self._bucket(parts, tag)).rung
         if rung < 0:
@@ -135,9 +137,11 @@ class CompressPilot:
     def commit(self) -> None:
         for reducer in self._all:
             reducer.commit()
-        if self._sampled:
-            assert self._learnt is not None
-            self._remember(self._learnt.with_samples(self._sampled))
+        if self._learnt is not None:
+            learnt = self._learnt.with_samples(self._sampled) if self._sampled else self._learnt
+            if gone := learnt.buckets.keys() - self._reduced:  # the script has frozen something
+                learnt = replace(learnt, buckets={t: b for t, b in learnt.buckets.items() if t not in gone})
+            self._remember(learnt)
         if self.comm.rank == 0:
             for change in self._changes:
                 self.autopilot.emit(change)
@@ -233,7 +237,7 @@ class CompressPilot:
         """Look at the codec in use, and at any other that is to be used after that: none is, unseen.
 
         Also the first that was found too inaccurate, its error and its bound. None where there was nothing to see: a
-        gradient that is not finite says nothing about codecs, and its step will not count.
+        gradient that is not finite, or all zeros, says nothing about codecs. A new bucket is then looked at again.
         """
         found, errors, failed = bucket, dict[int, float | None](), None
         while (rung := self._choice(found).rung) not in errors:

@@ -51,17 +51,18 @@ def coding_error(comm: Comm, codec: Codec, parts: Sequence[Tensor], seeds: Seque
 
     ``|decode(encode(g)) - g| / |g|`` sees what is wrong with the whole. It is blind where a few outliers are the norm
     and all else is lost, so the same is taken of the ordinary elements of each short block, and averaged over blocks.
-    Infinite where only the codes are not finite; None where the vectors are not: then no codec is to blame.
+    Infinite where only the codes are not finite. None where there is nothing to be learnt about codecs: the vectors are
+    not finite, or all zeros.
     """
     own = [0.0] * 4
     for part, seed in zip(parts, seeds, strict=True):
         own = [one + more for one, more in zip(own, _sums(codec, part, seed), strict=True)]
     wrong, whole, of_blocks, blocks = (math.fsum(column) for column in zip(*gather(comm, own), strict=True))
-    if not math.isfinite(whole):
+    if not math.isfinite(whole) or not whole:
         return None
     if not math.isfinite(wrong + of_blocks):
         return math.inf
-    return math.sqrt(max(wrong / whole if whole else 0.0, of_blocks / blocks if blocks else 0.0))
+    return math.sqrt(max(wrong / whole, of_blocks / blocks if blocks else 0.0))
 
 
 def _sums(codec: Codec, part: Tensor, seed: int) -> list[float]:

@@ -190,7 +190,7 @@ def measure(comm: Comm, hosts: tuple[str, ...], device: torch.device | None = No
     for number, peer in enumerate(turns):
         if peer is not None:
             latencies[peer] = meter.latency(peer)
-            if number == len(turns) - 1:  # neighbours, see `rounds`
+            if number == len(turns) - 1:  # up to 16 workers: neighbours, see `rounds`
                 message_s = meter.message(peer)
     meter.meet()
     for peer in turns:

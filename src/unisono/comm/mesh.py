@@ -150,7 +150,7 @@ class MeshComm:
     @property
     def notice(self) -> str:
         """Why workers of this host do not share memory; empty when they do."""
-        return self._door.notice or self._arenas.notice
+        return self._door.notice
 
     def missing(self) -> list[int]:
         """From any thread: the workers whom this one is waiting for, if it is waiting."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from unisono.core.membership import Membership
 
 _HELLO = struct.Struct("!8sqqqq")
-_MAGIC = b"unisono\x02"  # the last byte is the version of what follows on the connection
+_MAGIC = b"unisono\x03"  # the last byte is the version of what follows on the connection
 HELLO_BYTES = _HELLO.size
 
 

@@ -38,13 +38,13 @@ class Arena:
 
 
 class Arenas:
-    """All of one worker. `notice`: why there is none, if one was wanted and could not be had."""
+    """All of one worker. Where there is none to have, a tensor lies where others do, and goes through a lane."""
 
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._by_number: dict[int, Arena] = {}
         self._numbers = count()
-        self.notice = ""
+        self.ended = 0  # how many are gone
 
     def empty(self, length: int, dtype: torch.dtype) -> Tensor:
         size = length * dtype.itemsize
@@ -52,10 +52,13 @@ class Arenas:
             return torch.empty(length, dtype=dtype)
         try:
             descriptor = anonymous(size)
-        except OSError as error:
-            self.notice = str(error)
+        except OSError:
             return torch.empty(length, dtype=dtype)
-        memory = mmap.mmap(descriptor, size)
+        try:
+            memory = mmap.mmap(descriptor, size)
+        except OSError:
+            os.close(descriptor)
+            return torch.empty(length, dtype=dtype)
         tensor = torch.frombuffer(memory, dtype=dtype)
         arena = Arena(next(self._numbers), descriptor, tensor.data_ptr(), size)
         self._by_number[arena.number] = arena
@@ -69,6 +72,9 @@ class Arenas:
                 return arena
         return None
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_number
+
     def forget(self) -> None:
         """Nothing more can be sent out of them; the tensors stay."""
         for arena in list(self._by_number.values()):
@@ -76,6 +82,7 @@ class Arenas:
 
     def _end(self, arena: Arena) -> None:
         if self._by_number.pop(arena.number, None) is not None:
+            self.ended += 1
             with contextlib.suppress(OSError):
                 os.close(arena.descriptor)
 
@@ -97,6 +104,10 @@ class Seen:
             self._memory[number] = np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
         finally:
             os.close(descriptor)
+
+    def close(self, number: int) -> None:
+        """Its owner has no use for it any more."""
+        self._memory.pop(number, None)
 
     def at(self, place: int, length: int) -> Bytes:
         memory = self._memory.get(place >> _OFFSET_BITS)

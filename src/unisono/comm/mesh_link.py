@@ -11,6 +11,7 @@ read. Nothing blocks and nothing here locks: `mesh_pump` decides when to read an
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import struct
 from array import array
@@ -33,6 +34,7 @@ _ROOM = _GOODBYE + 2  # so many bytes of our lane are free again
 _ARENA = _GOODBYE + 3  # this is the arena of that number; its descriptor comes along
 _SHOWN = _GOODBYE + 4  # the frame under way lies there, in an arena
 _TAKEN = _GOODBYE + 5  # that one of the frames that you have shown was read
+_GONE = _GOODBYE + 6  # the arena of that number is not needed any more
 _LANE_FROM_BYTES = 1 << 17  # smaller frames are not worth a note
 _SHOW_FROM_BYTES = 1 << 18  # and smaller ones than these no waiting for the other side
 _STAGE_BYTES = 1 << 15  # what is read at once while we do not know whose it is
@@ -54,7 +56,8 @@ class Link:
         self._waiting: deque[Outgoing] = deque()  # in order; the first may wait for room in the lane
         self._stream: deque[tuple[memoryview, Count | None, int]] = deque()  # for the socket; a descriptor, or -1
         self._announced: set[int] = set()  # arenas that the other side knows
-        self._showing: dict[int, Count] = {}  # messages that the other side has not read yet
+        self._ended = arenas.ended  # of our arenas, when the other side last heard of it
+        self._showing: dict[int, Outgoing] = {}  # messages that the other side has not read yet
         self._shown = 0  # messages, ever
         self._seen, self._seen_count = Seen(), 0
         self._posted: dict[int, deque[Incoming]] = {}
@@ -71,6 +74,9 @@ class Link:
         self._seen.forget()
         self._lanes = self._outlet = self._inlet = None
         self._early, self._current = {}, None  # which may lie in the other side's memory
+        self._waiting.clear()  # and in our own, which nobody will ask for again
+        self._stream.clear()
+        self._showing.clear()
 
     def withdraw(self, blamed: int | None) -> None:
         """From now on our tensors may change, whether the other side has read them or not."""
@@ -112,7 +118,12 @@ class Link:
         view, _, descriptor = self._stream[0]
         if descriptor >= 0:
             assert isinstance(self.sock, socket.socket)
-            return socket.send_fds(self.sock, [view], [descriptor])
+            try:
+                return socket.send_fds(self.sock, [view], [descriptor])
+            except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # too many are on their way between all processes: in a moment
+                    raise BlockingIOError from None
+                raise
         together = takewhile(lambda entry: entry[2] < 0, islice(self._stream, _WRITE_FRAMES))
         return self.sock.sendmsg([view for view, _, _ in together])
 
@@ -137,12 +148,17 @@ class Link:
         arena = self._arenas.find(address, length) if length >= _SHOW_FROM_BYTES else None
         if arena is None:
             return False
+        if self._ended != self._arenas.ended:
+            self._ended = self._arenas.ended
+            for number in [number for number in self._announced if number not in self._arenas]:
+                self._announced.remove(number)
+                self._say(_GONE, number)
         if arena.number not in self._announced:
             self._announced.add(arena.number)
             self._say(_ARENA, arena.number, descriptor=arena.descriptor)
         self._say(message.tag, length)
         self._say(_SHOWN, arena.place(address))
-        self._showing[self._shown] = message.count
+        self._showing[self._shown] = message  # which keeps its tensor, and so the arena
         self._shown += 1
         self._waiting.popleft()
         return True
@@ -258,7 +274,7 @@ class Link:
         while length - start >= _HEADER.size and not self.left:
             tag, size = _HEADER.unpack_from(self._stage, start)
             start += _HEADER.size
-            if tag <= _TAKEN:
+            if tag <= _GONE:
                 self._hear(tag, size)
                 continue
             self._begin(tag, size)
@@ -312,10 +328,12 @@ class Link:
                 self._outlet.give_back(number)
             elif word == _ARENA and self._lanes is not None:
                 self._seen.open(number)
+            elif word == _GONE:
+                self._seen.close(number)
             elif word == _SHOWN and self._by_lane:
                 self._read_shown(number)
             elif word == _TAKEN and number in self._showing:
-                self._done(self._showing.pop(number))
+                self._done(self._showing.pop(number).count)
             elif word == _GOODBYE:
                 self._hear_goodbye(number)
             else:

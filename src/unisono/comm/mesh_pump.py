@@ -68,7 +68,7 @@ class Borrowing(Exchange):
     def rows(self) -> list[Tensor]:
         """After `wait`; to be read only."""
         return [
-            tensor_at(coming.memory, message.tensor) if coming.elsewhere else message.tensor
+            tensor_at(coming.memory, message.tensor) if coming.elsewhere and len(coming.memory) else message.tensor
             for (message, _), coming in zip(self._receives, self._incoming, strict=True)
         ]
 
@@ -117,11 +117,11 @@ class Pump:
         known = arenas or Arenas(enabled=False)
         self._links = {rank: Link(line, workers[rank], known) for rank, line in (lines or {}).items()}
         self._by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
-        for descriptor, link in self._by_descriptor.items():
-            link.interest = select.EPOLLIN
-            self._epoll.register(descriptor, link.interest)
-            if not link.drained:  # TLS may have read on past the hello
-                self._read(link)
+        with self._lock:
+            for descriptor, link in self._by_descriptor.items():
+                link.interest = select.EPOLLIN
+                self._epoll.register(descriptor, link.interest)
+                self._read(link)  # TLS may have read on past the hello
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Exchange:
         """Post everything, and send what the sockets take at once."""
@@ -183,6 +183,7 @@ class Pump:
         """From any thread: end every wait. The first loss counts."""
         with self._lock:
             self._lose(loss)
+            self._withdraw()
 
     def missing(self) -> list[int]:
         """From any thread: the workers from whom something is awaited, or who have not taken what is for them."""
@@ -207,6 +208,7 @@ class Pump:
                 return
             blamed = self._loss.worker if self._loss else None
             self._lose(Loss(f"generation {self.generation} was left behind"))
+            self._withdraw()
             for link in self._links.values():
                 if link.interest:
                     with contextlib.suppress(OSError):
@@ -241,18 +243,24 @@ class Pump:
     def _lose(self, loss: Loss) -> None:
         if self._loss is None:
             self._loss = loss
-            for link in self._links.values():
-                link.withdraw(loss.worker)
+            if not loss.out_of_step:  # then all stay where they are, until somebody has seen who is elsewhere
+                self._withdraw()
             os.eventfd_write(self._wake, 1)
             self._change.notify_all()
+
+    def _withdraw(self) -> None:
+        """From now on our tensors may change: whoever reads them where they are shall know."""
+        assert self._loss is not None
+        for link in self._links.values():
+            link.withdraw(self._loss.worker)
 
     def _pump(self, pending: Count, deadline: float) -> None:
         """Move bytes until `pending` is complete or the generation is lost."""
         self._pumping = True
-        for link in self._links.values():  # what was given back
-            if link.can_write and not link.interest & select.EPOLLOUT:
-                self._write(link)
         try:
+            for link in self._links.values():  # what was given back
+                if link.can_write and not link.interest & select.EPOLLOUT:
+                    self._write(link)
             while pending.left and self._loss is None:
                 self._lock.release()
                 try:
@@ -265,7 +273,7 @@ class Pump:
                     if descriptor == self._wake:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(descriptor)
-                    elif not self._dropped:
+                    elif not self._dropped and self._loss is None:  # a lost generation's tensors are others' already
                         self.served += 1
                         self._serve(self._by_descriptor[descriptor], events)
                 if self._sleeping:
@@ -296,7 +304,7 @@ class Pump:
         return taken
 
     def _write(self, link: Link) -> None:
-        if self._dropped or not link.interest:
+        if self._dropped or not link.interest or self._loss is not None:
             return
         try:
             link.write()

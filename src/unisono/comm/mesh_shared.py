@@ -20,6 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 SHARED_BYTES = 16 << 20  # for one worker: what all its outgoing lanes may have together
 _LANE_BYTES = (1 << 16, 4 << 20)  # the smallest and the largest lane
 _PIECE_BYTES = 1 << 20  # copied at once, then told: the other side copies it on while we copy the next
+_ALLOCATED_BYTES = 64 << 20  # at once: some kernels begin anew when a signal comes
 _ALIGNMENT = 64  # pieces start on cache lines
 _NAME = "unisono-mesh"  # seen only in /proc
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -37,7 +38,8 @@ def anonymous(size: int) -> int:
     """A descriptor of new memory of that size for ever. Raises OSError where there is none to have."""
     descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(descriptor, 0, size)  # fails here, and not as a SIGBUS when it is written to
+        for start in range(0, size, _ALLOCATED_BYTES):  # fails here, and not as a SIGBUS when it is written to
+            os.posix_fallocate(descriptor, start, min(_ALLOCATED_BYTES, size - start))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(descriptor)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from unisono.comm.seam import DONE, Comm, Message, Pending
 
+_WORTH_A_LOAN = 1 << 18  # bytes
+
 
 class Loan(Pending, Protocol):
     """Something under way that may stay in its sender's memory, who waits until it is given back."""
@@ -54,7 +56,7 @@ class Trade:
     def __init__(self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
         self._outgoing: Pending = DONE
         self._loan: Loan | None = None
-        if isinstance(comm, Sharing):
+        if isinstance(comm, Sharing) and any(message.tensor.nbytes >= _WORTH_A_LOAN for message in receives):
             self._outgoing = comm.exchange(sends, [], tag)
             self._loan = comm.borrow(receives, tag)
             self._loan.wait()

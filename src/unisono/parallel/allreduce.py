@@ -58,6 +58,7 @@ class AllReduce:
         self.carried = Carried(comm, carry, "what the compression has not sent yet")
         self._overlap: Overlap | None = None
         self._gradients: Gradients | None = None
+        self._shapes: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by bucket
         self._buffers = Buffers(model)
         self._trained: list[int] = []
         self._weights: tuple[float, ...] = ()
@@ -111,8 +112,17 @@ class AllReduce:
         if self._gradients is not None:
             refuse_new_layout(self.carried)
             self._gradients.close()
-        self._gradients = Gradients(named, self.comm)
+        self._gradients, self._shapes = Gradients(named, self.comm), {}
         return self._gradients
+
+    def shapes(self, bucket: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Where in a bucket each of its parameters starts, and its shape."""
+        assert self._gradients is not None
+        if bucket not in self._shapes:
+            layout, parameters = self._gradients.layout, self._gradients.parameters
+            members = layout.members(bucket)
+            self._shapes[bucket] = [(layout.slots[at].start, tuple(parameters[at].shape)) for at in members]
+        return self._shapes[bucket]
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
         assert self._gradients is not None

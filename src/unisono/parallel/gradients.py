@@ -23,6 +23,8 @@ from unisono.core.errors import SetupError, SparseGradient
 from unisono.parallel.layout import Layout, ParameterInfo, pack
 from unisono.parallel.norms import squared_norm
 
+_ALIGNMENT = 1024  # elements: buckets start on pages
+
 
 def _nobody(_: int) -> None:
     return None
@@ -82,10 +84,7 @@ class Gradients:
     def begin_step(self, assignment: Assignment, on_ready: Callable[[int], None]) -> None:
         """`on_ready` is called with each bucket, in order, as soon as its local sums are complete."""
         while len(self._levels) < assignment.levels:
-            flat = [
-                empty_for(self._comm, count, kind.dtype, kind.device).zero_()
-                for count, kind in zip(self.layout.bucket_elements, self._kinds, strict=True)
-            ]
+            flat = self._room()
             self._levels.append(flat)
             self._views.append([self._view(flat, position) for position in range(len(self.parameters))])
         self._assignment, self._on_ready = assignment, on_ready
@@ -93,6 +92,18 @@ class Gradients:
         self.measures, self.squares = False, {}
         self._handed_on = 0
         self.drop()
+
+    def _room(self) -> list[Tensor]:
+        """Zeros for all buckets. Those of one kind lie in one vector: shared memory costs descriptors by the piece."""
+        counts, kinds = self.layout.bucket_elements, [(kind.dtype, kind.device) for kind in self._kinds]
+        aligned = [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+        totals = {kind: sum(n for n, own in zip(aligned, kinds, strict=True) if own == kind) for kind in set(kinds)}
+        rest = {kind: empty_for(self._comm, total, *kind).zero_() for kind, total in totals.items()}
+        flat = []
+        for count, taken, kind in zip(counts, aligned, kinds, strict=True):
+            flat.append(rest[kind][:count])
+            rest[kind] = rest[kind][taken:]
+        return flat
 
     def _view(self, flat: list[Tensor], position: int) -> Tensor:
         """A parameter's part of a bucket, with the parameter's strides where those are dense: fused optimizers walk

@@ -19,6 +19,7 @@ from unisono.comm.codecs import NONE, parse_codec
 from unisono.comm.codecs.spelling import read
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import compressing
+from unisono.comm.reducers.compressed import Shapes
 from unisono.comm.reducers.seam import MakeReducer, Reducer
 from unisono.comm.seam import Comm
 from unisono.core import events
@@ -54,11 +55,18 @@ class Adding:
         if is_auto or self.is_compressed:
             _refuse_other_ways(name, spec.compress, spec.exact)
         if is_auto:
-            _refuse_auto(spec, device, self._dtypes)
+            _refuse_auto(spec, device)
+        if (is_auto or self.is_compressed) and self._dtypes and torch.float32 not in self._dtypes:
+            raise SetupError(
+                f"--compress {spec.compress} cannot take effect",
+                cause=f"codecs are for float32; the gradients are {', '.join(sorted({str(d) for d in self._dtypes}))}",
+                do="leave out --compress",
+            )
         choosing = CompressAutopilot(spec.seed, self._shapes, emit, name) if is_auto else None
         self._plain: MakeReducer = choosing or _plain(name, spec.exact, device, emit)
 
     carried: Carried | None  # the strategy's, once it is there
+    shapes_of: Shapes | None = None  # the strategy's, if its buckets may change under way
 
     @property
     def is_compressed(self) -> bool:
@@ -87,8 +95,7 @@ class Adding:
         )
 
     def _lay_out(self) -> None:
-        """The same buckets as the strategy's, of what trains now."""
-        self._trains = [p.requires_grad for _, p in self._parameters]
+        """The same buckets as the strategy's at the beginning."""
         self._trained = [(key, p) for key, p in self._parameters if p.requires_grad]
         self._dtypes = [wide(p.dtype) if self._wide_sums else p.dtype for _, p in self._trained]
         fragments = fragments_of([p.numel() for _, p in self._trained], self._parts if self._trained else 0)
@@ -106,9 +113,9 @@ class Adding:
             for count, first in zip(layout.bucket_elements, firsts, strict=True)
         ]
 
-    def _shapes(self, bucket: int) -> list[tuple[int, tuple[int, ...]]]:
-        if self._trains != [p.requires_grad for _, p in self._parameters]:  # the script has frozen or thawed some
-            self._lay_out()
+    def _shapes(self, bucket: int) -> Sequence[tuple[int, Sequence[int]]]:
+        if self.shapes_of is not None:
+            return self.shapes_of(bucket)
         if bucket not in self._shapes_in:
             members, slots = self._layout.members(bucket), self._layout.slots
             self._shapes_in[bucket] = [(slots[at].start, tuple(self._trained[at][1].shape)) for at in members]
@@ -117,13 +124,13 @@ class Adding:
 
 def _plain(name: str, exact: bool, device: torch.device, emit: events.Sink) -> MakeReducer:
     if name != "auto":
-        return reducers.maker(name, exact, hosts_of)
+        return reducers.maker(name, exact, hosts_of, lambda why: emit(events.Notice(code="comm", text=why)))
     if device.type == "cuda":  # measured by nobody yet
         return reducers.maker("direct" if exact else "backend", exact)
     return Autopilot(exact, emit)
 
 
-def _refuse_auto(spec: JobSpec, device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+def _refuse_auto(spec: JobSpec, device: torch.device) -> None:
     """Where nobody can measure, or nothing can be chosen. See `CompressAutopilot`."""
     if spec.local:
         raise SetupError(
@@ -136,12 +143,6 @@ def _refuse_auto(spec: JobSpec, device: torch.device, dtypes: Sequence[torch.dty
             f"--compress auto is not there yet on {device.type}",
             cause="links and codecs are measured between CPUs only",
             do="name a codec, such as --compress bf16, or use --device cpu",
-        )
-    if dtypes and torch.float32 not in dtypes:
-        raise SetupError(
-            "--compress auto has nothing to choose",
-            cause=f"codecs are for float32, and the gradients are {', '.join(sorted({str(d) for d in dtypes}))}",
-            do="leave out --compress",
         )
 
 

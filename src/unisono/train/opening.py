@@ -200,6 +200,8 @@ def _open_strategy(
         carry=adding.carry,
     )
     adding.carried = strategy.carried
+    if isinstance(strategy, AllReduce):
+        adding.shapes_of = strategy.shapes
     if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
         strategy.noise_every = context.spec.noise_every
     return strategy

@@ -94,3 +94,4 @@ def encode_with_feedback(codec: Codec, values: Tensor, code: Tensor, residual: R
         codec.encode(part, said, seed, start + low)
         codec.decode(said, left, seed, start + low)
         torch.sub(part, left, out=left)
+        left.nan_to_num_(0.0, 0.0, 0.0)  # what was infinite has been said; its remainder would spoil healthy steps

@@ -73,7 +73,8 @@ def maker(
     def made(comm: Comm, membership: Membership) -> Reducer:
         hosts = hosts_of(membership)
         if reason := offered(name, membership, hosts, exact):
-            tell(reason)
+            if comm.rank == 0:
+                tell(f"{name} is not used now: {reason}; direct is, which has the same bits")
             return direct.DirectReducer(comm, membership, exact)
         return make(name, comm, membership, hosts, exact)
 
