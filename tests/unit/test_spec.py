@@ -182,6 +182,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "strategy": "",
         "local_steps": None,
         "outer": "",
+        "fragments": None,
         "plaintext": False,
     }
 
