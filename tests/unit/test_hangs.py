@@ -44,6 +44,15 @@ GIVING, COPYING = "giving the state to a joiner", "copying the state"
         pytest.param([waits(0, doing="evaluating"), waits(1), waits(2)], (0,), id="the many are right"),
         pytest.param([waits(0, waits_for=[2]), waits(1, waits_for=[2]), waits(2, waits_for=[0, 1])], (2,), id="silent"),
         pytest.param([waits(0, waits_for=[1]), waits(1, waits_for=[0])], (1,), id="silent, of two the last"),
+        pytest.param(
+            [
+                waits(0, waits_for=[3], unheard=[3]),
+                waits(1, waits_for=[0], unheard=[3]),
+                waits(3, waits_for=[0], unheard=[0, 1]),
+            ],
+            (3,),
+            id="most miss one who waits for the silent one",
+        ),
         pytest.param([waits(0, waits_for=[7]), waits(1)], (), id="somebody waits for a stranger"),
         pytest.param([waits(0)], (), id="alone"),
         pytest.param([], (), id="nobody"),

@@ -157,6 +157,10 @@ class MeshComm:
         meeting = self._meeting
         return meeting.missing() if meeting is not None else self._pump.missing()
 
+    def unheard(self) -> list[int]:
+        """From any thread: the workers from whom nothing has come for a while, though whoever waits says so."""
+        return self._pump.unheard()
+
     def drop(self) -> None:
         """A fault for tests: from now on this worker neither reads nor writes, as if its cable were cut."""
         with self._gate:

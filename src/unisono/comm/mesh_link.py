@@ -14,6 +14,7 @@ import contextlib
 import errno
 import socket
 import struct
+import time
 from array import array
 from collections import deque
 from itertools import islice, takewhile
@@ -35,6 +36,7 @@ _ARENA = _GOODBYE + 3  # this is the arena of that number; its descriptor comes 
 _SHOWN = _GOODBYE + 4  # the frame under way lies there, in an arena
 _TAKEN = _GOODBYE + 5  # that one of the frames that you have shown was read
 _GONE = _GOODBYE + 6  # the arena of that number is not needed any more
+_HERE = _GOODBYE + 7  # nothing is new; so that silence means something
 _LANE_FROM_BYTES = 1 << 17  # smaller frames are not worth a note
 _SHOW_FROM_BYTES = 1 << 18  # and smaller ones than these no waiting for the other side
 _STAGE_BYTES = 1 << 15  # what is read at once while we do not know whose it is
@@ -67,6 +69,8 @@ class Link:
         self._current: Incoming | None = None
         self._rest = memoryview(b"")  # of the current message's memory
         self._by_lane = False  # how the current message's bytes come
+        self.heard_s = time.monotonic()  # when anything last came
+        self.greeted = 0  # bytes that came and moved nothing
 
     def forget(self) -> None:
         """Close what this process has open, without a word; shared memory goes with the last who looks at it."""
@@ -112,6 +116,11 @@ class Link:
             self._return_room()
             while self._stream or self._line_up():
                 self._sent(self._send())
+
+    def greet(self) -> None:
+        """Say that we are here, unless there is something else to say."""
+        if not self._stream:
+            self._say(_HERE, 0)
 
     def _send(self) -> int:
         """What is next for the socket; a descriptor goes along with a word of its own."""
@@ -244,6 +253,7 @@ class Link:
             if not count:
                 raise ConnectionError("the other side is gone")
             taken += count
+            self.heard_s = time.monotonic()
             if inline:
                 self._rest = room[count:]
                 if count == len(room):
@@ -274,7 +284,7 @@ class Link:
         while length - start >= _HEADER.size and not self.left:
             tag, size = _HEADER.unpack_from(self._stage, start)
             start += _HEADER.size
-            if tag <= _GONE:
+            if tag <= _HERE:
                 self._hear(tag, size)
                 continue
             self._begin(tag, size)
@@ -336,6 +346,8 @@ class Link:
                 self._done(self._showing.pop(number).count)
             elif word == _GOODBYE:
                 self._hear_goodbye(number)
+            elif word == _HERE:
+                self.greeted += _HEADER.size
             else:
                 raise ValueError("a word that means nothing here")
         except ValueError as error:

@@ -28,6 +28,9 @@ from unisono.comm.mesh_loss import Broken, Loss
 from unisono.comm.mesh_talk import Line
 from unisono.comm.seam import Message
 
+GREET_S = 0.5  # who waits says so: nobody can tell a cut cable from a neighbour that waits for somebody else
+UNHEARD_S = 3 * GREET_S
+
 
 def memory_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in this process's memory; keeps the tensor alive."""
@@ -109,6 +112,7 @@ class Pump:
         self._loss: Loss | None = None
         self.served = 0  # how often bytes came or went: whoever looks from outside sees that something moves
         self._pumping = self._retired = self._dropped = False
+        self._pumping_since_s = 0.0
         self._left: list[Link] = []
         self._sleeping = 0  # threads that wait while another pumps
         self._epoll = select.epoll()
@@ -192,6 +196,14 @@ class Pump:
                 return []
             return [link.worker for link in self._links.values() if link.expects or link.has_more]
 
+    def unheard(self) -> list[int]:
+        """From any thread that finds another waiting here: the workers from whom not even a greeting comes."""
+        with self._lock:
+            since_s = max(time.monotonic() - UNHEARD_S, 0.0)
+            if self._loss is not None or not self._pumping or self._pumping_since_s > since_s:
+                return []
+            return sorted(link.worker for link in self._links.values() if link.heard_s < since_s and not link.left)
+
     def drop(self) -> None:
         """For tests of faults: neither read nor write any more, as if the cable were cut."""
         with self._lock:
@@ -256,7 +268,8 @@ class Pump:
 
     def _pump(self, pending: Count, deadline: float) -> None:
         """Move bytes until `pending` is complete or the generation is lost."""
-        self._pumping = True
+        self._pumping, self._pumping_since_s = True, time.monotonic()
+        greeted_s = self._pumping_since_s
         try:
             for link in self._links.values():  # what was given back
                 if link.can_write and not link.interest & select.EPOLLOUT:
@@ -264,17 +277,20 @@ class Pump:
             while pending.left and self._loss is None:
                 self._lock.release()
                 try:
-                    ready = self._epoll.poll(max(0.0, deadline - time.monotonic()))
+                    ready = self._epoll.poll(max(0.0, min(GREET_S, deadline - time.monotonic())))
                 finally:
                     self._lock.acquire()
-                if not ready and time.monotonic() >= deadline:
+                now_s = time.monotonic()
+                if not ready and now_s >= deadline:
                     self._lose(self._silence())
+                if now_s - greeted_s >= GREET_S:
+                    greeted_s = now_s
+                    self._greet()
                 for descriptor, events in ready:
                     if descriptor == self._wake:
                         with contextlib.suppress(BlockingIOError):
                             os.eventfd_read(descriptor)
                     elif not self._dropped and self._loss is None:  # a lost generation's tensors are others' already
-                        self.served += 1
                         self._serve(self._by_descriptor[descriptor], events)
                 if self._sleeping:
                     self._change.notify_all()
@@ -285,9 +301,16 @@ class Pump:
             if self._sleeping:
                 self._change.notify_all()
 
+    def _greet(self) -> None:
+        for link in self._links.values():
+            link.greet()
+            self._write(link)
+
     def _serve(self, link: Link, events: int) -> None:
-        if events & ~select.EPOLLOUT:
-            self._read(link)
+        greeted = link.greeted
+        taken = self._read(link) if events & ~select.EPOLLOUT else 0
+        if events & select.EPOLLOUT or taken > link.greeted - greeted:
+            self.served += 1
         if link.can_write:
             self._write(link)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from unisono.core import process
 from unisono.core.black_box import BlackBox
@@ -29,6 +30,15 @@ _WAITING_FILES = tuple(
 )
 
 
+class Traffic(Protocol):
+    """What is known of a worker's connections, from any thread."""
+
+    @property
+    def served(self) -> int: ...
+    def missing(self) -> list[int]: ...
+    def unheard(self) -> list[int]: ...
+
+
 @dataclass
 class Activity:
     doing: str = "starting"
@@ -38,6 +48,7 @@ class Activity:
     leaving: str = ""  # set by a signal
     out_of_step_with: int | None = None  # another operation of that worker met one of ours
     missing: Callable[[], list[int]] = list  # asks the comm for whom it waits
+    unheard: Callable[[], list[int]] = list  # and of whom it hears nothing at all
     moved: Callable[[], int] = int  # asks it how often bytes came or went
     box: BlackBox | None = None  # keeps the step for the case of a sudden death
     _step: int = 0
@@ -59,6 +70,9 @@ class Activity:
 
     def now(self, doing: str) -> None:
         self.doing = doing
+
+    def follow(self, traffic: Traffic) -> None:
+        self.missing, self.unheard, self.moved = traffic.missing, traffic.unheard, lambda: traffic.served
 
     def measured(self, seconds: float, microbatches: int) -> None:
         """A moving average over about ten steps; the first few count in full."""
@@ -100,6 +114,7 @@ class Pulse:
             doing=self.activity.busy or self.activity.doing,
             waits=waits,
             waits_for=self.activity.missing() if waits else [],
+            unheard=self.activity.unheard() if waits else [],
             out_of_step_with=self.activity.out_of_step_with,
             busy=bool(self.activity.busy),
             for_s=round(time.monotonic() - self._since_s, 2),

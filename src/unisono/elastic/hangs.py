@@ -89,14 +89,18 @@ def _out_of_step(waiting: Sequence[Status], waited_s: float) -> Suspicion | None
 
 
 def _silent(waiting: Sequence[Status], waited_s: float) -> Suspicion | None:
-    """All wait for the same thing, and nothing has moved: the one of whom most miss something does not get through."""
+    """All wait for the same thing, and nothing has moved: the one whom most do not hear does not get through.
+
+    Of whom most miss something says less: who stands between the lost one and the rest keeps them all waiting.
+    """
     missed = Counter(worker for status in waiting for worker in status.waits_for)
+    unheard = Counter(worker for status in waiting for worker in status.unheard)
     here = {status.worker: status for status in waiting}
-    named = [worker for worker in missed if worker in here]
+    named = [worker for worker in unheard or missed if worker in here]
     copying = any(status.doing.startswith(HEALING) for status in waiting)  # a large state takes its time
     if not named or len(waiting) < 2 or copying:
         return None
-    worst = here[max(named, key=lambda worker: (missed[worker], worker))]
+    worst = here[max(named, key=lambda worker: (unheard[worker], missed[worker], worker))]
     rest = [status for status in waiting if status is not worst]
     return replace(_suspicion([worst], rest, waited_s), silent=True)
 

@@ -108,7 +108,7 @@ def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
         return ProcessGroupComm(context.worker, "nccl"), ""
     credentials = Certificate(**place.credentials) if place.credentials else None
     mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
-    context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
+    context.activity.follow(mesh)
     return mesh, mesh.address
 
 

@@ -66,8 +66,7 @@ def open_job(context: Context, request: Request) -> Job:
     loader = _open_loader(request, spec)
     comm, address = _open_comm(context, device)
     if isinstance(comm, MeshComm):
-        mesh = comm
-        context.activity.missing, context.activity.moved = mesh.missing, lambda: mesh.served
+        context.activity.follow(comm)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))

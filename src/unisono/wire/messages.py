@@ -47,6 +47,7 @@ class Status(Message):
     doing: str = "starting"
     waits: bool = False
     waits_for: list[int] = field(default_factory=list)  # workers of whom it has not all it needs, where that is known
+    unheard: list[int] = field(default_factory=list)  # of those, and of the others, who do not even say that they wait
     out_of_step_with: int | None = None  # a worker that sent another number of bytes than this one expected
     busy: bool = False  # it has said that this will take long
     for_s: float = 0.0  # how long it has been doing that
