@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions and answers between ranks of one generation: numbers and vectors, whenever the one who asks likes.
+
+`Comm` knows who sends what beforehand; a server does not know what comes next from whom. So a question begins with a
+header of fixed length that says what follows, and so does its answer. `Asker` asks, `Answering` answers with one
+thread for each who may ask, so that somebody who is kept waiting keeps nobody else. What is asked is not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unisono.comm.seam import Comm, Message, Pending
+from unisono.core.errors import PeerLost
+
+_QUESTION = 1 << 24  # tags of headers, and the next of what follows them; above everything else
+_ANSWER = _QUESTION + 2
+_NUMBERS, _VECTORS = 16, 8  # at most
+_HEADER = 3 + _NUMBERS + 2 * _VECTORS
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
+_FAREWELL = -1
+
+
+@dataclass(frozen=True)
+class Words:
+    """A question or an answer. `vectors` have one dimension."""
+
+    what: int
+    numbers: tuple[int, ...] = ()
+    vectors: Sequence[Tensor] = ()
+
+
+@dataclass
+class Room:
+    """Where vectors are received into: what was there before is overwritten."""
+
+    _vectors: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def of(self, place: int, dtype: torch.dtype, length: int) -> Tensor:
+        found = self._vectors.get((place, dtype))
+        if found is None or found.numel() < length:
+            found = self._vectors[place, dtype] = torch.empty(length, dtype=dtype)
+        return found[:length]
+
+
+class Asked:
+    """A question under way. What its answer brings lies in `room`, if one was given."""
+
+    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room) -> None:
+        self._comm, self._peer, self._sent, self._room = comm, peer, sent, room
+        self._header = torch.empty(_HEADER, dtype=torch.int64)
+        self._coming = comm.exchange([], [Message(peer, self._header)], _ANSWER)
+
+    def wait(self) -> Words:
+        self._coming.wait()
+        answer = _receive(self._comm, self._peer, self._header, self._room, _ANSWER)
+        self._sent.wait()
+        return answer
+
+
+class Asker:
+    """One at a time may wait; several questions may be under way, and are answered in order by each who is asked."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+
+    def ask(self, peer: int, words: Words, room: Room | None = None) -> Asked:
+        return Asked(self._comm, peer, _send(self._comm, peer, words, _QUESTION), room or Room())
+
+    def farewell(self, peers: Sequence[int]) -> None:
+        """Nothing more will be asked in this generation."""
+        for pending in [_send(self._comm, peer, Words(_FAREWELL), _QUESTION) for peer in peers]:
+            pending.wait()
+
+
+class Answering:
+    """`answer(rank, question)` is called in the thread of that rank; it may wait, but not for ever: see `stopped`.
+
+    What the question brought is overwritten by the next of the same rank.
+    """
+
+    def __init__(self, comm: Comm, peers: Sequence[int], answer: Callable[[int, Words], Words]) -> None:
+        self._comm, self._answer = comm, answer
+        self.stopped = threading.Event()  # nobody should wait any more: somebody was lost
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._serve, args=(peer,), name=f"unisono-answers-{peer}", daemon=True)
+            for peer in peers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Until all have said farewell. Raises what went wrong: `PeerLost`, or an error of `answer`."""
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _serve(self, peer: int) -> None:
+        room, header = Room(), torch.empty(_HEADER, dtype=torch.int64)
+        try:
+            while True:
+                self._comm.exchange([], [Message(peer, header)], _QUESTION).wait()
+                question = _receive(self._comm, peer, header, room, _QUESTION)
+                if question.what == _FAREWELL:
+                    return
+                _send(self._comm, peer, self._answer(peer, question), _ANSWER).wait()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The first failure counts; a loss that follows from it does not."""
+        if self._failure is None or (isinstance(self._failure, PeerLost) and not isinstance(error, PeerLost)):
+            self._failure = error
+        self.stopped.set()
+        if not isinstance(error, PeerLost):
+            self._comm.abort(self._comm.generation + 1)  # the others wait for an answer that will not come
+
+
+def _send(comm: Comm, peer: int, words: Words, tag: int) -> Pending:
+    if len(words.numbers) > _NUMBERS or len(words.vectors) > _VECTORS:
+        raise ValueError(f"{len(words.numbers)} numbers and {len(words.vectors)} vectors are too many")
+    header = torch.zeros(_HEADER, dtype=torch.int64)
+    header[:3] = torch.tensor([words.what, len(words.numbers), len(words.vectors)])
+    header[3 : 3 + len(words.numbers)] = torch.tensor(words.numbers, dtype=torch.int64)
+    for place, vector in enumerate(words.vectors):
+        header[3 + _NUMBERS + 2 * place] = _DTYPES.index(vector.dtype)
+        header[4 + _NUMBERS + 2 * place] = vector.numel()
+    first = comm.exchange([Message(peer, header)], [], tag)
+    rest = comm.exchange([Message(peer, vector) for vector in words.vectors if vector.numel()], [], tag + 1)
+    return _Both(first, rest)
+
+
+def _receive(comm: Comm, peer: int, header: Tensor, room: Room, tag: int) -> Words:
+    what, numbers, vectors, *rest = header.tolist()
+    found = [
+        room.of(place, _DTYPES[rest[_NUMBERS + 2 * place]], rest[_NUMBERS + 2 * place + 1]) for place in range(vectors)
+    ]
+    comm.exchange([], [Message(peer, vector) for vector in found if vector.numel()], tag + 1).wait()
+    return Words(what, tuple(rest[:numbers]), found)
+
+
+@dataclass(frozen=True)
+class _Both:
+    first: Pending
+    second: Pending
+
+    def wait(self) -> None:
+        self.first.wait()
+        self.second.wait()
