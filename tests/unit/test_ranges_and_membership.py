@@ -65,7 +65,8 @@ def test_every_microbatch_has_one_owner(microbatches: int, data: st.DataObject) 
         pytest.param((0, 1), (range(2), range(1, 4)), id="an overlap"),
         pytest.param((0, 1), (range(2, 4), range(2)), id="out of order"),
         pytest.param((0, 1), (range(1, 2), range(2, 4)), id="not from zero"),
-        pytest.param((0, 1), (range(4), range(4, 4)), id="a member without work"),
+        pytest.param((0, 1, 2), (range(2), range(2, 2), range(2, 4)), id="a server before a worker"),
+        pytest.param((0,), (range(0),), id="a server alone"),
         pytest.param((0,), (range(0, 4, 2),), id="a stride"),
     ],
 )
@@ -79,6 +80,23 @@ def test_a_membership_that_does_not_cover_the_microbatches_is_refused(
 def test_more_members_than_microbatches_are_refused() -> None:
     with pytest.raises(ValueError, match="do not cover"):
         even(1, (0, 1, 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "workers", "owners"),
+    [
+        ((range(4),), range(1), range(1)),
+        ((range(2), range(2, 4)), range(2), range(2)),
+        ((range(2), range(2, 4), range(4, 4)), range(2), range(2, 3)),
+        ((range(4), range(4, 4), range(4, 4)), range(1), range(1, 3)),
+    ],
+    ids=["alone", "without servers", "two workers and a server", "a worker and two servers"],
+)
+def test_members_without_microbatches_own_what_is_shared_out(
+    ranges: tuple[range, ...], workers: range, owners: range
+) -> None:
+    membership = Membership(1, tuple(range(len(ranges))), ranges)
+    assert (membership.workers, membership.owners) == (workers, owners)
 
 
 def test_a_microbatch_outside_has_no_owner() -> None:

@@ -183,6 +183,8 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "local_steps": None,
         "outer": "",
         "fragments": None,
+        "servers": None,
+        "staleness": "",
         "plaintext": False,
     }
 

@@ -148,7 +148,8 @@ def run(
         ),
     ] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="allreduce (default), or local: replicas that meet once a round.")
+        str | None,
+        typer.Option(help="allreduce (default); local: replicas that meet once a round; ps: parameter servers."),
     ] = None,
     local_steps: Annotated[
         int | None, typer.Option(help="With --strategy local: updates in a round (default 16).", metavar="H")
@@ -159,6 +160,14 @@ def run(
     fragments: Annotated[
         int | None,
         typer.Option(help="With --strategy local: parts that are exchanged while replicas go on.", metavar="F"),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(help="With --strategy ps: parameter servers besides the workers (default 1).", metavar="S"),
+    ] = None,
+    staleness: Annotated[
+        str | None,
+        typer.Option(help="With --strategy ps: steps that workers may be apart: 0 (default), more, or inf."),
     ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
@@ -203,6 +212,7 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
+        "servers": servers, "staleness": staleness,
         "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}

@@ -3,13 +3,15 @@
 
 `Comm` knows who sends what beforehand; a server does not know what comes next from whom. So a question begins with a
 header of fixed length that says what follows, and so does its answer. `Asker` asks, `Answering` answers with one
-thread for each who may ask, so that somebody who is kept waiting keeps nobody else. What is asked is not known here.
+thread for each who may ask, so that somebody who is kept waiting keeps nobody else. What is asked is not known here;
+several who answer on one rank share its questions `by_subject`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +28,10 @@ _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
 )  # fmt: skip
 _FAREWELL = -1
+HEADER_BYTES = 8 * _HEADER
+VERBS = 16  # of one subject: see `by_subject`
+
+Answer = Callable[[int, "Words"], "Words"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,11 @@ class Words:
     what: int
     numbers: tuple[int, ...] = ()
     vectors: Sequence[Tensor] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """What travels."""
+        return HEADER_BYTES + sum(vector.numel() * vector.element_size() for vector in self.vectors)
 
 
 @dataclass
@@ -53,16 +64,24 @@ class Room:
 class Asked:
     """A question under way. What its answer brings lies in `room`, if one was given."""
 
-    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room) -> None:
-        self._comm, self._peer, self._sent, self._room = comm, peer, sent, room
+    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[Asked]) -> None:
+        self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
         self._header = torch.empty(_HEADER, dtype=torch.int64)
         self._coming = comm.exchange([], [Message(peer, self._header)], _ANSWER)
+        self._answer: Words | None = None
+        line.append(self)
 
     def wait(self) -> Words:
+        while self._answer is None:  # what follows a header comes in the order asked, whoever is waited for first
+            self._line[0]._take()
+            self._line.popleft()
+        return self._answer
+
+    def _take(self) -> None:
         self._coming.wait()
         answer = _receive(self._comm, self._peer, self._header, self._room, _ANSWER)
         self._sent.wait()
-        return answer
+        self._answer = answer
 
 
 class Asker:
@@ -70,24 +89,40 @@ class Asker:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
+        self._lines: dict[int, deque[Asked]] = defaultdict(deque)  # by peer: what is under way, in the order asked
+        self._left: set[int] = set()
 
     def ask(self, peer: int, words: Words, room: Room | None = None) -> Asked:
-        return Asked(self._comm, peer, _send(self._comm, peer, words, _QUESTION), room or Room())
+        if peer in self._left:
+            raise ValueError(f"rank {peer} answers no more: it was bid farewell")
+        sent = _send(self._comm, peer, words, _QUESTION)
+        return Asked(self._comm, peer, sent, room or Room(), self._lines[peer])
 
     def farewell(self, peers: Sequence[int]) -> None:
         """Nothing more will be asked in this generation."""
+        self._left.update(peers)
         for pending in [_send(self._comm, peer, Words(_FAREWELL), _QUESTION) for peer in peers]:
             pending.wait()
+
+
+def by_subject(answers: Mapping[int, Answer]) -> Answer:
+    """One who answers for several: each is asked what lies from `VERBS` times its subject."""
+    return lambda rank, question: answers[question.what // VERBS](rank, question)
 
 
 class Answering:
     """`answer(rank, question)` is called in the thread of that rank; it may wait, but not for ever: see `stopped`.
 
-    What the question brought is overwritten by the next of the same rank.
+    What the question brought is overwritten by the next of the same rank. `on_stop` is called, in any thread, when
+    `stopped` is set: it wakes whoever waits in `answer`.
     """
 
-    def __init__(self, comm: Comm, peers: Sequence[int], answer: Callable[[int, Words], Words]) -> None:
-        self._comm, self._answer = comm, answer
+    def __init__(
+        self, comm: Comm, peers: Sequence[int], answer: Answer, on_stop: Callable[[], None] = lambda: None
+    ) -> None:
+        self._comm, self._answer, self._on_stop = comm, answer, on_stop
+        self._generation = comm.generation  # whoever fails late must not end the next
+        self._lock = threading.Lock()
         self.stopped = threading.Event()  # nobody should wait any more: somebody was lost
         self._failure: BaseException | None = None
         self._threads = [
@@ -118,25 +153,25 @@ class Answering:
 
     def _fail(self, error: BaseException) -> None:
         """The first failure counts; a loss that follows from it does not."""
-        if self._failure is None or (isinstance(self._failure, PeerLost) and not isinstance(error, PeerLost)):
-            self._failure = error
+        with self._lock:
+            if self._failure is None or (isinstance(self._failure, PeerLost) and not isinstance(error, PeerLost)):
+                self._failure = error
         self.stopped.set()
+        self._on_stop()
         if not isinstance(error, PeerLost):
-            self._comm.abort(self._comm.generation + 1)  # the others wait for an answer that will not come
+            self._comm.abort(self._generation + 1)  # the others wait for an answer that will not come
 
 
 def _send(comm: Comm, peer: int, words: Words, tag: int) -> Pending:
     if len(words.numbers) > _NUMBERS or len(words.vectors) > _VECTORS:
         raise ValueError(f"{len(words.numbers)} numbers and {len(words.vectors)} vectors are too many")
-    header = torch.zeros(_HEADER, dtype=torch.int64)
-    header[:3] = torch.tensor([words.what, len(words.numbers), len(words.vectors)])
-    header[3 : 3 + len(words.numbers)] = torch.tensor(words.numbers, dtype=torch.int64)
-    for place, vector in enumerate(words.vectors):
-        header[3 + _NUMBERS + 2 * place] = _DTYPES.index(vector.dtype)
-        header[4 + _NUMBERS + 2 * place] = vector.numel()
+    numbers = (*words.numbers, *(0,) * (_NUMBERS - len(words.numbers)))
+    kinds = [number for vector in words.vectors for number in (_DTYPES.index(vector.dtype), vector.numel())]
+    rest = (0,) * (2 * _VECTORS - len(kinds))
+    header = torch.tensor([words.what, len(words.numbers), len(words.vectors), *numbers, *kinds, *rest])
     first = comm.exchange([Message(peer, header)], [], tag)
-    rest = comm.exchange([Message(peer, vector) for vector in words.vectors if vector.numel()], [], tag + 1)
-    return _Both(first, rest)
+    second = comm.exchange([Message(peer, vector) for vector in words.vectors if vector.numel()], [], tag + 1)
+    return _Both(first, second)
 
 
 def _receive(comm: Comm, peer: int, header: Tensor, room: Room, tag: int) -> Words:

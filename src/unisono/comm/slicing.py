@@ -6,10 +6,10 @@ from __future__ import annotations
 _ALIGNMENT = 16  # elements; slices start on cache lines
 
 
-def slices(length: int, parts: int) -> tuple[slice, ...]:
+def slices(length: int, parts: int, alignment: int = _ALIGNMENT) -> tuple[slice, ...]:
     """The slice of a vector that each rank owns: aligned, as even as that allows, possibly empty."""
-    rows = -(-length // _ALIGNMENT)
-    bounds = [min(length, (rows * i // parts) * _ALIGNMENT) for i in range(parts)] + [length]
+    rows = -(-length // alignment)
+    bounds = [min(length, (rows * i // parts) * alignment) for i in range(parts)] + [length]
     return tuple(slice(bounds[i], bounds[i + 1]) for i in range(parts))
 
 

@@ -57,7 +57,7 @@ class Supervisor:
         self.token = uuid.uuid4().hex
         self.id = uuid.uuid4().hex[:12]
         self.name = socket.gethostname()
-        self.local = spec.local or (spec.workers.min if spec.listen else spec.workers.max)
+        self.local = (spec.local or (spec.workers.min if spec.listen else spec.workers.max)) + spec.serving
         self.selector = selectors.DefaultSelector()
         self.failures: list[events.WorkerFailed] = []
         self.members: set[int] = set()  # of the newest generation that was formed
@@ -149,6 +149,7 @@ class Supervisor:
             "hang_s": self.spec.hang_after,
             "balance": self.spec.balance,
             "open_door": bool(self.spec.listen),
+            "servers": self.spec.serving,
         }
         settings = {
             "journal": str(self.run_dir.path.absolute() / "journal.jsonl"),

@@ -209,6 +209,12 @@ class WorkerCorrupt(WorkerLost):
     code = "UNI-2006"
 
 
+class SlicesLost(WorkerLost):
+    """A parameter server died, and with it the only copy of what it held."""
+
+    code = "UNI-2007"
+
+
 class JoinError(UnisonoError):
     """A host, or one of its workers, cannot take part in the run. The run itself goes on."""
 

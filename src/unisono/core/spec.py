@@ -24,7 +24,7 @@ from unisono.core.interval import parse_interval
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments",
+    "local_steps", "outer", "fragments", "servers", "staleness",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -93,11 +93,37 @@ class RunSpec(BaseModel):
     resume: Literal["auto", "never", "force"] = "auto"
     comm: Literal["auto", "direct", "ring", "tree", "double-tree", "halving", "hierarchical", "backend"] = "auto"
     compress: str = ""
-    strategy: Literal["", "allreduce", "local"] = ""
+    strategy: Literal["", "allreduce", "local", "ps"] = ""
     local_steps: int | None = Field(default=None, ge=1)
     outer: Literal["", "average", "nesterov"] = ""
     fragments: int | None = Field(default=None, ge=1)
+    servers: int | None = Field(default=None, ge=0)
+    staleness: str = ""
     plaintext: bool = False
+
+    @property
+    def serving(self) -> int:
+        """How many servers there are besides the workers."""
+        return 0 if self.strategy != "ps" else 1 if self.servers is None else self.servers
+
+    @property
+    def bound(self) -> int | None:
+        """How many steps one worker may be ahead of the slowest; None: as many as it likes."""
+        return None if self.staleness == "inf" else int(self.staleness or 0)
+
+    @model_validator(mode="after")
+    def _servers_serve(self) -> Self:
+        given = [name for name in ("servers", "staleness") if getattr(self, name) not in (None, "")]
+        if given and self.strategy != "ps":
+            raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
+        return self
+
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _usable_staleness(cls, value: Any) -> Any:
+        if str(value) not in ("", "inf") and not str(value).isdecimal():
+            raise ValueError("staleness is a number of steps from 0 on, or inf")
+        return str(value)
 
     @field_validator("workers", mode="before")
     @classmethod
@@ -144,6 +170,7 @@ class JobSpec(BaseModel):
     batch_norm: str = "local"
     compress: str = "none"
     local: str = ""  # how replicas update on their own, empty: not at all
+    staleness: str = ""  # how far workers may be apart, empty: not at all
     parameters: int = 0
 
 
@@ -151,6 +178,8 @@ def why_not_exact(job: Mapping[str, Any]) -> str:
     """What the bits of a job depend on besides its spec and its data, for people; empty if nothing. As in spec.json."""
     if not job.get("exact", True):
         return "bits depend on the number of workers"
+    if job.get("staleness"):
+        return "bits depend on who is faster"
     if job.get("compress") == "auto":
         return "bits depend on codecs chosen by measurement"
     return ""

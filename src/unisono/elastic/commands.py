@@ -37,6 +37,7 @@ def overview(roster: Roster) -> dict[str, Any]:
             "worker": worker.number,
             "host": roster.name_of(worker.host),
             "member": worker.number in roster.current.members,
+            "role": "server" if worker.number in roster.current.servers else "worker",
             "step": worker.step,
             "doing": "unreachable" if roster.is_away(worker) else worker.status.doing if worker.status else "starting",
             "leaving": worker.leaving,
@@ -110,8 +111,12 @@ def _scale(roster: Roster, number: int, now_s: float) -> m.Answer:
     living = roster.living
     roster.target = number
     # Those who are only starting go first; the run's own machine writes the result, so it keeps its workers longest.
-    ranked = sorted(living, key=lambda one: (one.is_coming, one.host != roster.owner, one.number))
-    for worker in ranked[number:]:
+    serving = roster.current.servers
+    ranked = sorted(
+        living, key=lambda one: (one.number not in serving, one.is_coming, one.host != roster.owner, one.number)
+    )
+    for worker in ranked[roster.wanted :]:
         ask_to_leave(worker, f"the run was scaled to {number}", "left")
-    starting.want_more(roster, number - len(living), now_s)
-    return m.Answer(ok=True, text=f"from {len(living)} to {number} workers at the next step boundary")
+    starting.want_more(roster, roster.wanted - len(living), now_s)
+    before = max(0, len(living) - roster.rules.servers)
+    return m.Answer(ok=True, text=f"from {before} to {number} workers at the next step boundary")

@@ -13,7 +13,7 @@ from typing import Any
 
 from unisono.core import events
 from unisono.core.errors import WorkerCorrupt
-from unisono.elastic import balance, commands, hangs, recall, starting, watching
+from unisono.elastic import balance, commands, hangs, recall, roles, starting, watching
 from unisono.elastic.breaks import Breaks
 from unisono.elastic.generations import (
     BROKEN_S,
@@ -315,11 +315,12 @@ class Quorum:
     def _publish(self, decision: Regroup, now_s: float) -> None:
         roster = self.roster
         # The first worker writes the result, so it should live where the run's directory is.
-        members = sorted(decision.members, key=lambda worker: (worker.host != roster.owner, worker.number))
+        by_place = sorted(decision.members, key=lambda worker: (worker.host != roster.owner, worker.number))
+        members, servers = roles.assigned(by_place, roster.current, roster.rules, roster.target)
         roster.current = Current(
             generation=roster.current.generation + 1,
-            members=[worker.number for worker in members],
-            shares=list(decision.shares) or self._division(members),
+            members=[worker.number for worker in (*members, *servers)],
+            shares=[*(decision.shares or self._division(members)), *[0 for _ in servers]],
             because=decision.because,
             urgent=decision.urgent,
             before=roster.current.members,
@@ -329,9 +330,9 @@ class Quorum:
         roster.short_since_s = roster.broken_since_s = None
         self._told_short = False
         self.watch.reset()
-        for worker in (*members, *decision.parting):
+        for worker in (*members, *servers, *decision.parting):
             self.orders.form(worker)
-        for worker in members:
+        for worker in (*members, *servers):
             worker.removed = ""
             if roster.stop_because:
                 self.orders.stop(worker)

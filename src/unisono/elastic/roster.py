@@ -26,6 +26,7 @@ class Rules:
     hang_s: float = 60.0
     balance: bool = True
     open_door: bool = False  # other hosts may join
+    servers: int = 0  # besides the workers
 
 
 @dataclass(eq=False)
@@ -113,6 +114,10 @@ class Current:
     parting: list[int] = field(default_factory=list)  # those who leave with it
     published_s: float = 0.0
 
+    @property
+    def servers(self) -> set[int]:
+        return {number for number, share in zip(self.members, self.shares, strict=True) if not share}
+
 
 @dataclass
 class Roster:
@@ -155,7 +160,13 @@ class Roster:
 
     @property
     def limit(self) -> int:
-        return max(1, min(self.target, self.microbatches))
+        """How many may take part, servers included."""
+        return max(1, min(self.target, self.microbatches)) + self.rules.servers
+
+    @property
+    def wanted(self) -> int:
+        """How many there should be, servers included."""
+        return self.target + self.rules.servers
 
     @property
     def members(self) -> list[Worker]:

@@ -47,7 +47,7 @@ def fill(roster: Roster, orders: Orders, now_s: float) -> None:
         return
     for vacancy in list(roster.vacancies):
         host = roster.hosts.get(vacancy.host)
-        wanted = len(roster.living) < roster.target and host is not None and not host.leaving
+        wanted = len(roster.living) < roster.wanted and host is not None and not host.leaving
         spent = vacancy.counts and roster.restarts >= roster.rules.max_restarts
         if not wanted or spent:
             roster.vacancies.remove(vacancy)

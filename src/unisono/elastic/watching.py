@@ -156,15 +156,16 @@ def tell_who_is_waited_for(roster: Roster, watch: Watch, orders: Orders, now_s: 
 
 def look_at_balance(roster: Roster, watch: Watch, orders: Orders, now_s: float) -> Regroup | None:
     """Another division of the microbatches, when several looks in a row agree that it is worth a re-forming."""
-    members = roster.members
-    settled = len(members) > 1 and all(worker.is_able for worker in members) and roster.is_formed
+    everyone = roster.members
+    members = [worker for worker in everyone if worker.number not in roster.current.servers]
+    settled = len(members) > 1 and all(worker.is_able for worker in everyone) and roster.is_formed
     if not roster.rules.balance or roster.is_over or roster.winds_up or not settled:
         return None
     if now_s - watch.looked_s < LOOK_S or now_s - roster.current.published_s < BALANCE_S:
         return None
     watch.looked_s = now_s
     seconds = [worker.status.per_microbatch_s if worker.status else 0.0 for worker in members]
-    shares = balance.better(seconds, roster.current.shares)
+    shares = balance.better(seconds, roster.current.shares[: len(members)])
     slow = {members[position]: factor for position, factor in balance.slow_ones(seconds).items()}
     watch.looks = watch.looks + 1 if shares else 0
     watch.slow_looks = {worker.number: watch.slow_looks.get(worker.number, 0) + 1 for worker in slow}
@@ -180,4 +181,4 @@ def look_at_balance(roster: Roster, watch: Watch, orders: Orders, now_s: float) 
     if not changes or shares is None:
         return None
     because = f"{names(slow)} {'are' if len(slow) > 1 else 'is'} slow" if slow else "speeds have changed"
-    return Regroup(tuple(members), False, because, shares=tuple(shares))
+    return Regroup(tuple(everyone), False, because, shares=tuple(shares))

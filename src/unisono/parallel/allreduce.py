@@ -91,7 +91,7 @@ class AllReduce:
         self._buffers.abandon()
 
     def begin_step(self, weights: Sequence[float]) -> None:
-        gradients, trained = self._gradients, _trained(self.optimizer)
+        gradients, trained = self._gradients, trained_by(self.optimizer)
         if gradients is None or trained != self._trained:
             gradients, self._trained = self._follow(), trained
         self._weights = tuple(weights)
@@ -272,6 +272,10 @@ class AllReduce:
     def state_out(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
+    def gathered_state(self) -> dict[str, Any]:
+        """The same, wherever it is. All call it together."""
+        return self.state_out()
+
     def state_in(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -283,7 +287,7 @@ class AllReduce:
             self._gradients.close()
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> list[int]:
+def trained_by(optimizer: torch.optim.Optimizer) -> list[int]:
     """What the optimizer trains now. Asked every step, so it looks at the optimizer's list, not at the module tree."""
     return [id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 

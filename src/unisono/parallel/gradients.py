@@ -39,7 +39,7 @@ class Assignment:
 
     @property
     def levels(self) -> int:
-        return max(landing.level for landing in self.landings) + 1
+        return max((landing.level for landing in self.landings), default=0) + 1
 
 
 @dataclass
@@ -189,6 +189,10 @@ class Gradients:
 
     def partial_sums(self, bucket: int, count: int) -> list[Tensor]:
         return [self._levels[level][bucket] for level in range(count)]
+
+    def view(self, position: int) -> Tensor:
+        """A parameter's part of its bucket, in its shape."""
+        return self._views[0][position]
 
     def publish(self, used_by_anyone: Sequence[bool]) -> None:
         """Give the reduced gradients to the parameters; one that nobody used keeps None, as in plain PyTorch."""

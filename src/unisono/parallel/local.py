@@ -325,6 +325,9 @@ class Local:
         model, optimizer = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         return {"model": model, "optimizer": optimizer, "outer": self._outer.state_out()}
 
+    def gathered_state(self) -> dict[str, Any]:
+        return self.state_out()
+
     def state_in(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -77,6 +77,9 @@ class Strategy(Protocol):
 
     def state_out(self) -> dict[str, Any]: ...
 
+    def gathered_state(self) -> dict[str, Any]:
+        """What `state_out` gives, and what of it only others have. All call it together."""
+
     def state_in(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...

@@ -220,7 +220,8 @@ class Job:
     def capture(self) -> Captured:
         """What a checkpoint holds: the state by name, and the facts that say what it is the state of."""
         state = self.state_out()
-        inner = state.pop("strategy")
+        del state["strategy"]
+        inner = self.strategy.gathered_state()
         del state["carried"]  # generations belong to this life of the run
         if self.state.stopped_by_run:  # which the state is not part of
             state["train"] |= {"stopped_early": "", "stopped_by_run": False}
@@ -304,7 +305,7 @@ class Job:
 
     def _exchange_counts(self, count: CountOf, batches: Sequence[Any]) -> list[float]:
         own = torch.zeros(self.spec.microbatches, dtype=torch.float64)
-        turns = len(batches) // len(self.session.mine)
+        turns = len(batches) // max(1, len(self.session.mine))
         for position, batch in enumerate(batches):
             own[self.session.mine[position // turns]] += float(count(batch)) if batch is not None else 0.0
         return [math.fsum(column) for column in torch.stack(self.comm.gather(own)).t().tolist()]

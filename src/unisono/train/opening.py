@@ -35,6 +35,7 @@ from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.server import ParameterServer
 from unisono.parallel.streaming import Streaming
 from unisono.train import numerics
 from unisono.train.adding import Adding
@@ -165,7 +166,7 @@ def _local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
     wishes: dict[str, Any] = {"h": spec.local_steps, "outer": spec.outer or None, "fragments": spec.fragments}
     given = {key: value for key, value in wishes.items() if value is not None}
     options = {"h": "local-steps", "outer": "outer", "fragments": "fragments"}
-    if spec.strategy == "allreduce" or (not spec.strategy and asked is None):
+    if spec.strategy in ("allreduce", "ps") or (not spec.strategy and asked is None):
         if given:
             raise SetupError(
                 f"--{options[next(iter(given))]} cannot take effect",
@@ -180,6 +181,8 @@ def _open_strategy(
     context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
 ) -> AllReduce | Local:
     local = request.local
+    if context.spec.strategy == "ps":
+        return _servers(context, request, spec, comm, device, update)
     adding = Adding(
         context.spec.comm,
         spec,
@@ -204,6 +207,29 @@ def _open_strategy(
     if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
         strategy.noise_every = context.spec.noise_every
     return strategy
+
+
+def _servers(
+    context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
+) -> ParameterServer:
+    refusals = {
+        "a loop of one's own": not request.has_end,
+        f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
+        "exact=False": not request.exact,
+        f"--compress {spec.compress}": spec.compress != "none",
+        f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
+        f"--device {device.type}": device.type != "cpu",
+    }
+    for what, refused in refusals.items():
+        if refused:
+            raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
+    return ParameterServer(
+        request.model,
+        request.optimizer,
+        comm,
+        update,
+        lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
+    )
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:

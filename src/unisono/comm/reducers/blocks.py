@@ -44,13 +44,15 @@ class Blocks:
 
     def _plan(self, pairs: Sequence[tuple[int, int]]) -> tree.Fold:
         if not self.exact:
-            return loose(len(pairs))
+            return loose(sum(1 for first, last in pairs if self.rows(first, last)))
         nodes = (node for first, last in pairs for node in self._nodes(first, last))
         return tree.fold(nodes, self.membership.microbatches)
 
     def _nodes(self, first: int, last: int) -> tuple[tree.Node, ...]:
         ranges = self.membership.ranges
         block = range(ranges[first].start, ranges[last - 1].stop)
+        if not len(block):  # servers have nothing to add
+            return ()
         return tree.cover(block, self.membership.microbatches) if self.exact else ((block.start, block.stop),)
 
 

@@ -39,13 +39,17 @@ class Group:
         """Places, starting after mine: if all began with the first, its link would be the bottleneck."""
         return [(self.place + i) % len(self.ranks) for i in range(1, len(self.ranks))]
 
+    def own(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rows that I bring: none if I am a server, which only gives room for the sum."""
+        return parts[: self.counts[self.place]]
+
 
 def scatter(
     comm: Comm, group: Group, parts: Sequence[Tensor], owned: Sequence[slice], scratch: Scratch, tag: int, op: Op
 ) -> list[Tensor]:
     """My slice of everyone's rows, added. `owned`: the slice of each member, by place; an empty one costs nothing."""
     ranks, mine = group.ranks, owned[group.place]
-    own = [part[mine] for part in parts]
+    own = [part[mine] for part in group.own(parts)]
     received = {place: scratch.rows(group.counts[place], length_of(mine)) for place in group.others}
     sends = _to_owners(group, parts, owned)
     receives = [Message(ranks[place], row) for place in group.others for row in received[place] if length_of(mine)]
@@ -66,11 +70,11 @@ def both(
     places = [place for place in group.others for _ in range(group.counts[place]) if length_of(mine)]
     receives = [Message(ranks[place], row) for place, row in zip(places, rows, strict=True)]
     trade = Trade(comm, _to_owners(group, parts, owned), receives, tag)
-    brought: dict[int, list[Tensor]] = {group.place: [part[mine] for part in parts]}
+    brought: dict[int, list[Tensor]] = {group.place: [part[mine] for part in group.own(parts)]}
     for place, row in zip(places, trade.rows, strict=True):
         brought.setdefault(place, []).append(row)
     if length_of(mine):
-        joiner.join([row for place in range(len(ranks)) for row in brought[place]], target[mine], op)
+        joiner.join([row for place in range(len(ranks)) for row in brought.get(place, ())], target[mine], op)
     taken = trade.end()
     collect(comm, group, target, owned, tag + 1)
     taken.wait()
@@ -101,7 +105,7 @@ def in_segments(
             owned, rows, pending = coming.popleft()
             pending.wait()
             mine = owned[group.place]
-            rows[group.place] = [part[mine] for part in parts]
+            rows[group.place] = [part[mine] for part in group.own(parts)]
             if length_of(mine):
                 joiner.join([row for place in range(len(ranks)) for row in rows[place]], target[mine], op)
             collecting.append(_collecting(comm, group, target, owned, tag + 1))
@@ -114,7 +118,7 @@ def _to_owners(group: Group, parts: Sequence[Tensor], owned: Sequence[slice]) ->
         Message(group.ranks[place], part[owned[place]])
         for place in group.others
         if length_of(owned[place])
-        for part in parts
+        for part in group.own(parts)
     ]
 
 

@@ -34,7 +34,7 @@ class Stateless:
 
     @property
     def parts(self) -> int:
-        return self._blocks.rows(self.comm.rank, self.comm.rank + 1)
+        return max(1, self._blocks.rows(self.comm.rank, self.comm.rank + 1))  # who adds nothing still gets the sum
 
     def landings(self, mine: range) -> tuple[tree.Landing, ...]:
         if self.exact:

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Half an all-reduce: each sum is finished by the owner of its slice, in tree order, and stays there.
+
+What parameter servers do with gradients: the first round of `direct`, with slices for those who own something only. A
+slice may have several owners, who all come to the same sum. `collect` brings slices of whatever they made of it back to
+everybody. Cost per worker, n bytes, k rows, c copies, s owners: one latency and c k n bytes out; k n c / s in per owner
+and worker. With one owner its link carries everything, which is why there can be several (Li et al. 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unisono.comm.reducers.blocks import Joiner
+from unisono.comm.reducers.rounds import Group, collect
+from unisono.comm.reducers.seam import LANES
+from unisono.comm.reducers.stateless import Stateless
+from unisono.comm.seam import Comm, Message, Op
+from unisono.comm.sharing import Trade
+from unisono.comm.slicing import length_of, slices
+from unisono.core.membership import Membership
+
+_NOTHING = slice(0, 0)
+_ALIGNMENT = 64  # elements: what is computed of a slice is computed in the same steps as of the whole
+
+
+def shared_out(length: int, membership: Membership, copy: int = 0) -> tuple[slice, ...]:
+    """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on."""
+    owners = membership.owners
+    cut = slices(length, len(owners), _ALIGNMENT)
+    place = {rank: (number - copy) % len(owners) for number, rank in enumerate(owners)}
+    return tuple(cut[place[rank]] if rank in place else _NOTHING for rank in range(len(membership.members)))
+
+
+class OwnedReducer(Stateless):
+    """`copies` of each slice, at most one for each owner."""
+
+    name = "owned"
+
+    def __init__(self, comm: Comm, membership: Membership, exact: bool = True, copies: int = 1) -> None:
+        super().__init__(comm, membership, exact)
+        everyone = range(len(membership.members))
+        counts = tuple(self._blocks.rows(rank, rank + 1) for rank in everyone)
+        self._group = Group(tuple(everyone), comm.rank, counts, self._blocks.join([*everyone, len(everyone)]))
+        self._joiner = Joiner(self._group.plan)
+        self.copies = min(copies, len(membership.owners))
+
+    def owned(self, length: int, copy: int = 0) -> tuple[slice, ...]:
+        return shared_out(length, self.membership, copy)
+
+    def reduce(self, parts: Sequence[Tensor], tag: int, op: Op = "sum") -> None:
+        """Leaves the sum in those slices of ``parts[0]`` that this rank owns; the rest is as before."""
+        self._scratch.begin(parts[0])
+        self._reduce(parts, tag, op)
+
+    def _reduce(self, parts: Sequence[Tensor], tag: int, op: Op) -> None:
+        group, target = self._group, parts[0]
+        own = group.own(parts)
+        sends: list[Message] = []
+        places: list[tuple[int, int]] = []  # copy, rank
+        receives: list[Message] = []
+        maps = [self.owned(target.numel(), copy) for copy in range(self.copies)]
+        for copy, owned in enumerate(maps):
+            sends += [
+                Message(rank, part[owned[rank]]) for rank in group.others if length_of(owned[rank]) for part in own
+            ]
+            mine = length_of(owned[group.place])
+            for rank in group.others if mine else ():
+                for row in self._scratch.rows(group.counts[rank], mine):
+                    places.append((copy, rank))
+                    receives.append(Message(rank, row))
+        trade = Trade(self.comm, sends, receives, LANES * tag)
+        finished = self._join(maps, own, dict_of(places, trade.rows), target, op)
+        trade.end().wait()
+        for place, total in finished:  # only now: somebody may still have been reading what we added ourselves
+            target[place].copy_(total)
+
+    def _join(
+        self,
+        maps: Sequence[Sequence[slice]],
+        own: Sequence[Tensor],
+        rows: dict[tuple[int, int], list[Tensor]],
+        target: Tensor,
+        op: Op,
+    ) -> list[tuple[slice, Tensor]]:
+        finished = []
+        for copy, owned in enumerate(maps):
+            mine = owned[self._group.place]
+            if not length_of(mine):
+                continue
+            brought = [
+                row
+                for rank in self._group.ranks
+                for row in ([part[mine] for part in own] if rank == self._group.place else rows.get((copy, rank), ()))
+            ]
+            beside = bool(own) and self.copies > 1
+            into = self._scratch.row(length_of(mine)) if beside else target[mine]
+            self._joiner.join(brought, into, op)
+            if beside:
+                finished.append((mine, into))
+        return finished
+
+    def collect(self, target: Tensor, tag: int) -> None:
+        """Fill `target` with the slices of their first owners."""
+        collect(self.comm, self._group, target, self.owned(target.numel()), LANES * tag + 1)
+
+    def collect_copies(self, target: Tensor, tag: int) -> None:
+        """The same, among owners only."""
+        owned, owners = self.owned(target.numel()), self.membership.owners
+        if self.comm.rank not in owners:
+            return
+        mine = target[owned[self.comm.rank]]
+        others = [rank for rank in owners if rank != self.comm.rank]
+        sends = [Message(rank, mine) for rank in others if mine.numel()]
+        receives = [Message(rank, target[owned[rank]]) for rank in others if length_of(owned[rank])]
+        self.comm.exchange(sends, receives, LANES * tag + 2).wait()
+
+
+def dict_of(places: Sequence[tuple[int, int]], rows: Sequence[Tensor]) -> dict[tuple[int, int], list[Tensor]]:
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    for place, row in zip(places, rows, strict=True):
+        found.setdefault(place, []).append(row)
+    return found

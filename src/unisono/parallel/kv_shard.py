@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server side of the key-value store: values, the pushes to them, and the optimizer that turns pushes into steps.
+
+A synchronous push waits for those of all workers and is added up with them in the order of workers; the n-th push of
+one worker meets only the n-th of the others, however late one is. An asynchronous one is applied when it comes. What
+a worker asks is put together in `kv`, which also says which part of a value lies where. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.asking import VERBS, Words
+from unisono.core.errors import PeerLost, SetupError, UnisonoError, suggest
+
+SUBJECT = 17  # of questions about the store
+INIT, PUSH, PULL, PULL_ROWS, OPTIMIZER, BARRIER, REFUSED = range(7)
+Setting = tuple[str, dict[str, Any]]
+
+# Those that treat every number by itself: a value may be cut anywhere.
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    kind.__name__: kind
+    for kind in (
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adamax,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+    )
+}
+
+
+def packed(value: Any) -> Tensor:
+    """A key, or anything else that JSON knows, as a vector of bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def unpacked(vector: Tensor) -> Any:
+    return json.loads(vector.numpy().tobytes())
+
+
+def made_optimizer(setting: Setting, parameter: Tensor) -> torch.optim.Optimizer:
+    """Raises `SetupError` if there is none of that name, or not with those arguments."""
+    name, arguments = setting
+    if name not in OPTIMIZERS:
+        raise SetupError(
+            f"servers cannot run the optimizer {name!r}",
+            cause="it is none of " + ", ".join(OPTIMIZERS),
+            do=suggest(name, OPTIMIZERS) or "take one of these: they treat every number by itself",
+        )
+    values: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in arguments.items()}
+    try:
+        return OPTIMIZERS[name]([parameter], **values)
+    except (TypeError, ValueError) as error:
+        raise SetupError(
+            f"torch.optim.{name} does not take {arguments}", cause=str(error), do="correct the arguments"
+        ) from None
+
+
+@dataclass
+class _Round:
+    """One push of each worker, added up in their order as far as they have come."""
+
+    total: Tensor | None = None
+    count: int = 0
+    _early: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, worker: int, value: Tensor) -> None:
+        if worker != self.count:
+            self._early[worker] = value.clone()
+            return
+        self._next(value.clone() if self.total is None else value)
+        while (early := self._early.pop(self.count, None)) is not None:
+            self._next(early)
+
+    def _next(self, value: Tensor) -> None:
+        self.total = value if self.total is None else self.total.add_(value)
+        self.count += 1
+
+
+class _Entry:
+    """A value, or the part of one that lies here. `changed` guards it and tells of it."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self.changed = threading.Condition()
+        self.version = 0  # how many updates it has had
+        self.pushes: dict[int, int] = defaultdict(int)  # by worker
+        self.rounds: dict[int, _Round] = defaultdict(_Round)
+        self._setting: Setting | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def update(self, pushed: Tensor, setting: Setting | None) -> None:
+        if setting is None:
+            self.value.copy_(pushed)
+        else:
+            self._follow(setting)
+            assert self._optimizer is not None
+            self._optimizer.param_groups[0]["params"][0].grad = pushed
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.version += 1
+        self.changed.notify_all()
+
+    def _follow(self, setting: Setting) -> None:
+        """The same optimizer with other arguments, such as a new rate, goes on with its state."""
+        if setting == self._setting:
+            return
+        if self._setting is not None and self._optimizer is not None and setting[0] == self._setting[0]:
+            fresh = made_optimizer(setting, torch.zeros(1)).param_groups[0]
+            self._optimizer.param_groups[0].update({key: fresh[key] for key in fresh if key != "params"})
+        else:
+            self._optimizer = made_optimizer(setting, torch.nn.Parameter(self.value))
+        self._setting = setting
+
+
+class KeyValueShard:
+    """`workers` are the ranks that ask, first worker first: give `answer` and `give_up` to an `Answering`."""
+
+    def __init__(self, workers: Sequence[int]) -> None:
+        self._workers = {rank: worker for worker, rank in enumerate(workers)}
+        self._entries: dict[str | int, _Entry] = {}
+        self._order: list[tuple[str | int, int, int, torch.dtype, int]] = []  # of keys, as the first worker has it
+        self._setting: Setting | None = None
+        self._arrived: dict[int, int] = defaultdict(int)  # by worker: at how many barriers
+        self._news = threading.Condition()  # of entries and barriers
+        self._over = False
+        self._verbs: Mapping[int, Callable[[int, Words], Sequence[Tensor]]] = {
+            INIT: self._init,
+            PUSH: self._push,
+            PULL: self._pull,
+            PULL_ROWS: self._pull_rows,
+            OPTIMIZER: self._set_optimizer,
+            BARRIER: self._barrier,
+        }
+
+    @property
+    def held_bytes(self) -> int:
+        """Of values."""
+        return sum(entry.value.numel() * entry.value.element_size() for entry in list(self._entries.values()))
+
+    def answer(self, rank: int, question: Words) -> Words:
+        try:
+            found = self._verbs[question.what % VERBS](self._workers[rank], question)
+        except PeerLost:
+            raise
+        except UnisonoError as error:  # the worker's mistake: it shall hear of it, and the others go on
+            return Words(question.what // VERBS * VERBS + REFUSED, (), [packed(error.as_dict())])
+        return Words(question.what, (), found)
+
+    def give_up(self) -> None:
+        """Somebody was lost: whoever waits for others waits in vain."""
+        self._over = True
+        for condition in (self._news, *(entry.changed for entry in list(self._entries.values()))):
+            with condition:
+                condition.notify_all()
+
+    def regroup(self, workers: Sequence[int]) -> None:
+        """Go on with these, when nobody asks. Pushes that still waited for others are forgotten; values stay."""
+        self._workers = {rank: worker for worker, rank in enumerate(workers)}
+        self._arrived.clear()
+        self._over = False
+        for entry in self._entries.values():
+            entry.rounds.clear()
+            entry.pushes = defaultdict(int, dict.fromkeys(range(len(workers)), entry.version))
+
+    def _await(self, condition: threading.Condition, true: Callable[[], bool]) -> None:
+        """With the condition held."""
+        condition.wait_for(lambda: self._over or true())
+        if not true():
+            raise PeerLost("a worker was lost for whose push or barrier others waited")
+
+    def _init(self, worker: int, question: Words) -> Sequence[Tensor]:
+        """The first worker brings the value; the others wait for it. Every key comes to every server, for the order."""
+        synchronous, number, start, length = question.numbers
+        key, value = unpacked(question.vectors[0]), question.vectors[1]
+        seen = (key, start, length, value.dtype, synchronous)
+        with self._news:
+            if worker == 0 and number == len(self._order):
+                self._order.append(seen)
+                self._entries[key] = _Entry(value.clone())
+                self._news.notify_all()
+            self._await(self._news, lambda: number < len(self._order))
+            first = self._order[number]
+        if seen != first:
+            raise SetupError(
+                f"key number {number} is {key!r} on worker {worker} and {first[0]!r} on the first, or of another kind",
+                cause="the workers do not initialise the same keys, shapes and dtypes in the same order and mode",
+                do="call init in the same way on every worker",
+            )
+        return []
+
+    def _push(self, worker: int, question: Words) -> Sequence[Tensor]:
+        entry, setting, value = self._entry(question), self._setting, question.vectors[1]
+        synchronous = question.numbers[0]
+        if setting is not None and not entry.value.is_floating_point():
+            raise SetupError(
+                f"an optimizer cannot step on a value of {entry.value.dtype}",
+                do="keep whole numbers in a store without an optimizer",
+            )
+        if setting is None and not synchronous:
+            raise SetupError(
+                "an asynchronous push needs an optimizer on the servers",
+                cause="nothing says what becomes of the value when pushes come one by one",
+                do="call set_optimizer(...) on every worker first, or use dist_sync",
+            )
+        with entry.changed:
+            number = entry.pushes[worker]
+            entry.pushes[worker] += 1
+            if not synchronous:
+                entry.update(value, setting)
+                return []
+            entry.rounds[number].add(worker, value)
+            if entry.rounds[number].count == len(self._workers):
+                total = entry.rounds.pop(number).total
+                assert total is not None
+                entry.update(total, setting)
+        return []
+
+    def _pull(self, worker: int, question: Words) -> Sequence[Tensor]:
+        entry = self._entry(question)
+        with entry.changed:
+            self._await_own(entry, worker, question)
+            # A synchronous value stays as it is until this worker's next push, which is read after this is sent.
+            return [entry.value if question.numbers[0] else entry.value.clone()]
+
+    def _pull_rows(self, worker: int, question: Words) -> Sequence[Tensor]:
+        entry, width = self._entry(question), question.numbers[1]
+        with entry.changed:
+            self._await_own(entry, worker, question)
+            return [entry.value.view(-1, width).index_select(0, question.vectors[1]).view(-1)]
+
+    def _await_own(self, entry: _Entry, worker: int, question: Words) -> None:
+        """Until what this worker pushed is in the value."""
+        if question.numbers[0]:
+            self._await(entry.changed, lambda: entry.version >= entry.pushes[worker])
+
+    def _set_optimizer(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
+        name, arguments = unpacked(question.vectors[0])
+        made_optimizer((name, arguments), torch.zeros(1))
+        self._setting = (name, arguments)
+        return []
+
+    def _barrier(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
+        with self._news:
+            self._arrived[worker] += 1
+            mine = self._arrived[worker]
+            self._news.notify_all()
+            self._await(self._news, lambda: all(self._arrived[each] >= mine for each in self._workers.values()))
+        return []
+
+    def _entry(self, question: Words) -> _Entry:
+        return self._entries[unpacked(question.vectors[0])]

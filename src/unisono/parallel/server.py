@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter servers at staleness 0: weights and optimizer state live in slices with their owners, and nowhere else.
+
+The owners are the members without microbatches; if there are none, everybody. Gradients are added in the fixed tree by
+the owner of each slice, who makes the update and sends the weights to all: the same bytes as an all-reduce, and the
+same bits. What an owner has applied is counted, so a step that is done again after a loss is applied once. With
+`copies`, each slice is kept up by further owners too. Called by the loop through `Strategy`.
+
+Parameter servers: Li et al. 2014.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm.handing import hand_round
+from unisono.comm.reducers.owned import OwnedReducer, shared_out
+from unisono.comm.seam import Comm
+from unisono.comm.slicing import length_of
+from unisono.core.errors import SlicesLost
+from unisono.core.membership import Membership
+from unisono.parallel.allreduce import AllReduce, trained_by
+from unisono.parallel.gradients import Gradients
+from unisono.parallel.slice_optimizer import SliceOptimizer, put_in, refuse_others, taken_out
+from unisono.parallel.slices import Slice, pieces
+from unisono.parallel.strategy import Microbatch, Reduced
+
+_MOVE_TAG = 1 << 25  # above questions and answers
+Place = tuple[int, int, int]  # bucket, first element, last element + 1
+
+
+class ParameterServer(AllReduce):
+    """`copies` of each slice, on as many owners."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        before_update: Callable[[], None] = lambda: None,
+        random_state: Callable[[Microbatch], int] = lambda _: 0,
+        copies: int = 1,
+    ) -> None:
+        refuse_others(optimizer)
+        super().__init__(model, optimizer, comm, before_update, random_state, self._make_owned)
+        self.copies = copies
+        self.version = 0  # of the weights in the model: updates that they have seen
+        self._held: dict[Place, list[SliceOptimizer]] = {}
+        self._summed = -1  # the version whose gradient is complete here
+        self._used: list[bool] = []
+
+    def _make_owned(self, comm: Comm, membership: Membership) -> OwnedReducer:
+        return OwnedReducer(comm, membership, copies=self.copies)
+
+    @property
+    def _owned(self) -> OwnedReducer:
+        assert isinstance(self._reducer, OwnedReducer)
+        return self._reducer
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(one.bytes for held in self._held.values() for one in held)
+
+    # --- membership
+
+    def configure(self, membership: Membership | None) -> None:
+        super().configure(membership)
+        if membership is not None:
+            if self._gradients is None:
+                self._follow()
+                self._trained = trained_by(self.optimizer)
+            gradients = self._gradients
+            assert gradients is not None
+            self._settle_versions(gradients)
+            self._share_out(gradients, membership)
+
+    def _settle_versions(self, gradients: Gradients) -> None:
+        """If any owner has applied a step, the others do so now, who have its gradient but had not heard that all
+        have. The step will be done again, and is then not applied again."""
+        mine = max((one.version for held in self._held.values() for one in held), default=-1)
+        known = self._used if mine == self._summed + 1 and self._used else [False] * len(gradients.names)
+        rows = [row.tolist() for row in self.comm.gather(torch.tensor([mine, *known], dtype=torch.int64))]
+        newest = max(rows, key=lambda row: int(row[0]))
+        if self._held and mine == newest[0] - 1 == self._summed:
+            self._used = [bool(value) for value in newest[1:]]
+            gradients.publish(self._used)
+            self._apply(gradients, mine)
+            gradients.drop()
+
+    def _share_out(self, gradients: Gradients, membership: Membership) -> None:
+        """Bring the slices to their owners, unless they are there."""
+        wanted = self._places(gradients, membership)
+        there = float(set(wanted) == set(self._held))
+        somebody = float(bool(self._held))
+        rows = [row.tolist() for row in self.comm.gather(torch.tensor([there, somebody]))]
+        if all(row[0] for row in rows):
+            return
+        held = [one.as_slice().as_tree() for served in self._held.values() for one in served]
+        owners = membership.owners
+        trees = [tree for trees in hand_round(self.comm, held, owners, _MOVE_TAG) for tree in trees]
+        whole = not any(row[1] for row in rows)
+        self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees], whole)
+        for parameter in gradients.parameters:  # it is with the servers now
+            self.optimizer.state.pop(parameter, None)
+
+    def _places(self, gradients: Gradients, membership: Membership) -> list[Place]:
+        found = []
+        for bucket, length in enumerate(gradients.layout.bucket_elements):
+            for copy in range(min(self.copies, len(membership.owners))):
+                mine = shared_out(length, membership, copy)[self.comm.rank]
+                if length_of(mine):
+                    found.append((bucket, mine.start, mine.stop))
+        return found
+
+    def _take(self, gradients: Gradients, wanted: Sequence[Place], slices: Sequence[Slice], whole: bool) -> None:
+        """`whole`: nobody holds anything yet, so the model and its optimizer are where it begins."""
+        layout, parameters = gradients.layout, gradients.parameters
+        keeps_state = any(one.vectors for one in slices)
+        held: dict[Place, list[SliceOptimizer]] = {}
+        lost = False
+        for place in wanted:
+            bucket, start, stop = place
+            found, gaps = pieces(slices, bucket, start, stop, layout)
+            if gaps:
+                lost |= keeps_state and not whole
+                fresh = taken_out(self.optimizer, parameters, layout, bucket, self.version)
+                found += [fresh.cut(low, high, layout) for low, high in gaps]
+            held[place] = [SliceOptimizer(one, self.optimizer, parameters, layout) for one in found]
+        self._held = held
+        if any(bool(row.item()) for row in self.comm.gather(torch.tensor([lost]))):
+            self._held = {}
+            raise SlicesLost(
+                "a parameter server was lost, and nobody else has its part of the optimizer's state",
+                cause="each slice is held by as many servers as --copies says",
+                do="start it again: it goes on from its last checkpoint; or use more servers with --copies 2",
+            )
+
+    def _follow(self) -> Gradients:
+        """Other parameters train from now on: what was held goes through the user's optimizer."""
+        before = self._gradients
+        if before is not None:
+            self._gather(before)
+            self._held = {}
+        gradients = super()._follow()
+        if before is not None:
+            self._share_out(gradients, self._membership)
+        return gradients
+
+    # --- a step
+
+    def begin_step(self, weights: Sequence[float]) -> None:
+        self._summed = -1
+        super().begin_step(weights)
+
+    def reduce(self, notes: Sequence[float]) -> Reduced:
+        if not len(self._assignment.mine):  # nobody computes here: everything is ready at once
+            assert self._gradients is not None
+            for bucket in range(len(self._gradients.layout.bucket_elements)):
+                self._on_ready(bucket)
+        return super().reduce(notes)
+
+    def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
+        if self._needs_all:
+            for bucket, target in enumerate(self._buckets(gradients)):
+                self._owned.collect_copies(target, bucket)
+        self._summed = self.version
+        reduced = super()._settle(gradients, blocked_s, notes)
+        self._used = [parameter.grad is not None for parameter in gradients.parameters]
+        return reduced
+
+    @property
+    def _needs_all(self) -> bool:
+        """Whether an update of one element depends on the gradients of all."""
+        return getattr(self.before_update, "norm", None) is not None
+
+    def _buckets(self, gradients: Gradients) -> list[Tensor]:
+        return [gradients.partial_sums(bucket, 1)[0] for bucket in range(len(gradients.layout.bucket_elements))]
+
+    def step(self, loss: float, again: Callable[[], float]) -> None:
+        del loss, again
+        gradients = self._gradients
+        assert gradients is not None
+        self._apply(gradients, self.version)
+        self._send_weights(gradients)
+        self._commit()
+        self._buffers.commit()
+        self.version += 1
+
+    @torch.no_grad()
+    def _apply(self, gradients: Gradients, version: int) -> None:
+        """The update of every slice here that has not seen it yet."""
+        if not self._held:
+            return
+        self.before_update()
+        buckets = self._buckets(gradients)
+        for (bucket, _, _), held in self._held.items():
+            for one in held:
+                if one.version == version:
+                    one.step(buckets[bucket][one.start : one.stop], self._used)
+
+    @torch.no_grad()
+    def _send_weights(self, gradients: Gradients) -> None:
+        """From the first owner of each slice to all, through the memory of the gradients; then into the model, all at
+        once, so that whoever loses a peer on the way still has the weights of the step before."""
+        buckets = self._buckets(gradients)
+        for (bucket, start, stop), held in self._held.items():
+            if self._owned.owned(buckets[bucket].numel())[self.comm.rank] == slice(start, stop):
+                for one in held:
+                    buckets[bucket][one.start : one.stop] = one.weights
+        for bucket, target in enumerate(buckets):
+            self._owned.collect(target, bucket)
+        for position, parameter in enumerate(gradients.parameters):
+            parameter.copy_(gradients.view(position))
+
+    # --- state
+
+    def state_out(self) -> dict[str, Any]:
+        return {**super().state_out(), "version": self.version}
+
+    def state_in(self, state: dict[str, Any]) -> None:
+        super().state_in(state)
+        self.version = state.get("version", 0)
+
+    def gathered_state(self) -> dict[str, Any]:
+        """All of it, on every rank: for a checkpoint. All call it together."""
+        gradients = self._gradients
+        assert gradients is not None
+        self._gather(gradients)
+        state = super().state_out()
+        for parameter in gradients.parameters:
+            self.optimizer.state.pop(parameter, None)
+        return state
+
+    def _gather(self, gradients: Gradients) -> None:
+        """All slices' state into the user's optimizer, on every rank."""
+        held = [one.as_slice().as_tree() for served in self._held.values() for one in served]
+        trees = [tree for trees in hand_round(self.comm, held, range(self.comm.size), _MOVE_TAG) for tree in trees]
+        slices, layout = [Slice.from_tree(tree) for tree in trees], gradients.layout
+        whole = [
+            part for bucket, length in enumerate(layout.bucket_elements)
+            for part in pieces(slices, bucket, 0, length, layout)[0]
+        ]  # fmt: skip
+        put_in(self.optimizer, gradients.parameters, layout, whole)

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch optimizer on a slice of the parameters: what a parameter server runs.
+
+The user's optimizer gives the kind and the settings, which are looked up at every step, so that schedules work. Any
+optimizer that treats elements one by one can be cut into slices; `refuse_others` finds out by trying. Knows flat
+vectors and segments of parameters; called by the server strategy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.core.errors import SetupError
+from unisono.parallel.layout import Layout
+from unisono.parallel.slices import Slice, Whole, segments
+
+_TRIAL_STEPS = 3
+
+
+class SliceOptimizer:
+    """`parameters` as the layout counts them. Changes the weights of the slice that it was made of in place."""
+
+    def __init__(
+        self, made_of: Slice, optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout
+    ) -> None:
+        self._user, self._bucket = optimizer, made_of.bucket
+        self.start, self.stop = made_of.start, made_of.stop  # of the bucket
+        self.version, self.weights = made_of.version, made_of.weights.clone()
+        self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
+        self._parts = {one.parameter: nn.Parameter(self.weights[one.here]) for one in self._segments}
+        self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
+        self._optimizer = like(optimizer)
+        for position, kept in made_of.whole.items():
+            here = next(one.here for one in self._segments if one.parameter == position)
+            state = self._optimizer.state[self._parts[position]]
+            for name, value in kept.items():
+                state[name] = made_of.vectors[name][here].clone() if value is None else _copied(value)
+
+    @property
+    def bytes(self) -> int:
+        """Of weights and state."""
+        vectors = (value for state in self._optimizer.state.values() for value in state.values())
+        tensors = [self.weights, *(value for value in vectors if isinstance(value, Tensor))]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, used: Mapping[int, bool] | Sequence[bool]) -> None:
+        """One update from the slice's gradient. A parameter that nobody `used` has none, as in plain PyTorch."""
+        for one in self._segments:
+            self._parts[one.parameter].grad = gradient[one.here] if used[one.parameter] else None
+        self._follow_settings()
+        self._optimizer.step()
+        for part in self._parts.values():
+            part.grad = None
+        self.version += 1
+
+    def _follow_settings(self) -> None:
+        self._optimizer.param_groups = [
+            {**group, "params": [self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id]}
+            for group in self._user.param_groups
+        ]
+
+    def as_slice(self) -> Slice:
+        vectors: dict[str, Tensor] = {}
+        whole: Whole = {}
+        for one in self._segments:
+            state = self._optimizer.state.get(self._parts[one.parameter], {})
+            for name, value in state.items():
+                if _is_vector(value, self._parts[one.parameter]):
+                    room = vectors.setdefault(name, torch.zeros(self.stop - self.start, dtype=value.dtype))
+                    room[one.here] = value
+                    whole.setdefault(one.parameter, {})[name] = None
+                else:
+                    whole.setdefault(one.parameter, {})[name] = _copied(value)
+        return Slice(self._bucket, self.start, self.stop, self.version, self.weights, vectors, whole)
+
+
+def like(optimizer: Optimizer) -> Optimizer:
+    """Another one of the same kind, for other parameters: without state, and none of what schedules hang on it."""
+    other = copy.copy(optimizer)
+    other.__dict__.pop("step", None)  # a schedule counts the steps of the user's own
+    other.state = defaultdict(dict)
+    other.param_groups = []
+    return other
+
+
+def _is_vector(value: Any, part: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 1 and value.numel() == part.numel()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+# --- the user's optimizer, whole
+
+
+def flat(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The elements in the order in which they lie in the parameter's memory."""
+    return tensor.detach().permute(_order(parameter)).reshape(-1)
+
+
+def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
+    order = _order(parameter)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return vector.view([parameter.shape[dimension] for dimension in order]).permute(back)
+
+
+def _order(parameter: Tensor) -> list[int]:
+    strides = parameter.stride()
+    return sorted(range(parameter.ndim), key=lambda dimension: -strides[dimension])
+
+
+@torch.no_grad()
+def taken_out(
+    optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout, bucket: int, version: int
+) -> Slice:
+    """A whole bucket with the weights of the model, and the state that the user's optimizer has for them."""
+    length = layout.bucket_elements[bucket]
+    weights = torch.zeros(length, dtype=parameters[layout.members(bucket)[0]].dtype)
+    vectors: dict[str, Tensor] = {}
+    whole: Whole = {}
+    for one in segments(layout, bucket, 0, length):
+        parameter = parameters[one.parameter]
+        weights[one.here] = flat(parameter, parameter)
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                vectors.setdefault(name, torch.zeros(length, dtype=value.dtype))[one.here] = flat(value, parameter)
+                whole.setdefault(one.parameter, {})[name] = None
+            else:
+                whole.setdefault(one.parameter, {})[name] = _copied(value)
+    return Slice(bucket, 0, length, version, weights, vectors, whole)
+
+
+@torch.no_grad()
+def put_in(optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout, whole: Sequence[Slice]) -> None:
+    """The opposite: the state of whole buckets becomes that of the user's optimizer."""
+    for one in whole:
+        for segment in segments(layout, one.bucket, one.start, one.stop):
+            parameter = parameters[segment.parameter]
+            state = {}
+            for name, value in one.whole.get(segment.parameter, {}).items():
+                vector = one.vectors[name][segment.here] if value is None else value
+                state[name] = shaped(vector, parameter).clone() if value is None else _copied(vector)
+            if state:
+                optimizer.state[parameter] = state
+
+
+# --- which optimizers can be cut
+
+
+def refuse_others(optimizer: Optimizer) -> None:
+    """Two halves of a small matrix must go the same way as the whole does."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _refusal(name, "it evaluates the loss several times a step")
+    seeded = torch.Generator().manual_seed(0)
+    start = torch.randn(9, 30, generator=seeded)
+    gradients = [torch.randn(9, 30, generator=seeded) for _ in range(_TRIAL_STEPS)]
+    try:
+        whole = _trial(optimizer, [start.clone()], [[gradient] for gradient in gradients])
+        halves = _trial(
+            optimizer,
+            [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
+            [[gradient.view(-1)[:64], gradient.view(-1)[64:]] for gradient in gradients],
+        )
+    except Exception as error:
+        raise _refusal(name, f"it does not take vectors: {error}") from None
+    if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(halves)):
+        raise _refusal(name, "what it does to one element depends on the others of its parameter")
+
+
+def _trial(optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    other = like(optimizer)
+    parts = [nn.Parameter(start) for start in starts]
+    other.param_groups = [{**optimizer.param_groups[0], "params": parts}]
+    for row in gradients:
+        for part, gradient in zip(parts, row, strict=True):
+            part.grad = gradient.clone()
+        other.step()
+    return [part.detach() for part in parts]
+
+
+def _refusal(name: str, cause: str) -> SetupError:
+    return SetupError(
+        f"{name} cannot run on parameter servers",
+        cause=cause,
+        do="use an optimizer that works element by element, such as SGD or AdamW; or leave out --strategy ps",
+    )

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An embedding table larger than a worker's memory: its rows lie on servers, and only those that are touched travel.
+
+Row r lies on server r modulo their number. A server's part is a `TableShard`; a worker uses a `Table`, or a
+`TableEmbedding` in its model. Pushes are applied in the order in which they arrive, each as a whole. How a row moves
+is in `table_optimizers`, where it is kept in `table_rows`, how it travels in `comm.asking`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unisono.comm.asking import VERBS, Asked, Asker, Room, Words
+from unisono.core.errors import CheckpointMismatch, SetupError
+from unisono.parallel.table_optimizers import RowOptimizer, Sgd
+from unisono.parallel.table_rows import Initial, Rows, State, Zeros, added_up, math_dtype
+
+SUBJECT = 16  # of questions about a table, if there is only one
+_PULL, _PUSH, _PUSH_PULL, _PUSH_PULL_OTHERS = range(4)
+_FILL_ROWS = 1 << 16
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What servers and workers must agree on. `whole`: make all rows at once instead of when they are first pushed."""
+
+    rows: int
+    width: int
+    optimizer: RowOptimizer = field(default_factory=lambda: Sgd(lr=0.01))
+    initial: Initial = field(default_factory=Zeros)
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.width < 1:
+            raise SetupError(f"a table cannot have {self.rows} rows of {self.width}", do="give it at least one of each")
+
+    def rows_of(self, position: int, servers: int) -> int:
+        return len(range(position, self.rows, servers))
+
+    def wire_dtype(self, servers: int) -> torch.dtype:
+        """Of row numbers within a shard."""
+        return torch.int32 if self.rows_of(0, servers) <= torch.iinfo(torch.int32).max else torch.int64
+
+
+class TableShard:
+    """The rows of server `position`, numbered from 0 within it: give `answer` to an `Answering`."""
+
+    def __init__(self, spec: TableSpec, servers: int, position: int) -> None:
+        self.spec, self._servers, self._position = spec, servers, position
+        self._lock = threading.Lock()
+        self._rows = self._empty()
+        self._step = 0  # pushes to the table: every push comes to every server
+        if spec.whole:
+            for start in range(0, self._rows.count, _FILL_ROWS):
+                self._make(torch.arange(start, min(start + _FILL_ROWS, self._rows.count)))
+
+    @property
+    def touched(self) -> int:
+        """How many rows have been made."""
+        return self._rows.touched
+
+    @property
+    def held_bytes(self) -> int:
+        return self._rows.held_bytes
+
+    def answer(self, rank: int, question: Words) -> Words:  # noqa: ARG002
+        verb, vectors = question.what % VERBS, question.vectors
+        if verb == _PULL:
+            return Words(question.what, (), [self.pull(vectors[0]).view(-1)])
+        ids, gradients, wanted, lr = vectors
+        others = wanted if verb == _PUSH_PULL_OTHERS else None
+        found = self._push(ids, gradients, others, lr.item() if len(lr) else None)
+        return Words(question.what, (), [] if verb == _PUSH else [found.view(-1)])
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """(rows, width). Looking at a row does not make it."""
+        with self._lock:
+            return self._look(rows.to(torch.int64))
+
+    def push(self, rows: Tensor, gradients: Tensor, lr: float | None = None) -> None:
+        """`gradients` as many and as wide as `rows`; those of a row that is there twice are added up first."""
+        self._push(rows, gradients, None, lr)
+
+    def _push(self, rows: Tensor, gradients: Tensor, wanted: Tensor | None, lr: float | None) -> Tensor:
+        """What the `wanted` rows are right after it; without any, those that were pushed."""
+        spec = self.spec
+        rows, gradients = added_up(rows.to(torch.int64), gradients.view(-1, spec.width).to(math_dtype(spec.dtype)))
+        with self._lock:
+            self._step += 1
+            self._make(rows.index_select(0, self._rows.missing(rows)))
+            # Copies, even where they need not be: an update is on all of a push or on nothing.
+            values, moments = self._rows.get(rows).to(gradients.dtype), self._rows.moments(rows)
+            if len(rows):
+                spec.optimizer.update(values, gradients, moments, self._step, spec.optimizer.lr if lr is None else lr)
+            values = values.to(spec.dtype)
+            self._rows.put(rows, values, moments)
+            return values if wanted is None else self._look(wanted.to(torch.int64))
+
+    def state_out(self) -> State:
+        """Copies: `ids` of the table in ascending order, `rows`, `moments` (moments, rows, width) and `step`."""
+        with self._lock:
+            made = self._rows.made()
+            moments = [torch.empty(0, len(made), self.spec.width, dtype=math_dtype(self.spec.dtype))]
+            moments += [moment[None] for moment in self._rows.moments(made)]
+            ids = made * self._servers + self._position
+            return {
+                "ids": ids,
+                "rows": self._rows.get(made),
+                "moments": torch.cat(moments),
+                "step": torch.tensor([self._step]),
+            }
+
+    def state_in(self, state: Mapping[str, Tensor]) -> None:
+        """Instead of everything that was here."""
+        ids, rows, moments, spec = state["ids"], state["rows"], state["moments"], self.spec
+        fits = rows.shape == (len(ids), spec.width) and moments.shape == (spec.optimizer.moments, *rows.shape)
+        mine = ids % self._servers == self._position
+        if not (fits and bool(mine.all()) and bool(((ids >= 0) & (ids < spec.rows)).all())):
+            raise CheckpointMismatch(
+                f"the state of a table does not fit server {self._position} of {self._servers}",
+                cause="it is of another number of servers, of other rows or width, or of another optimizer",
+                do="deal the states out anew with reshard(states, servers), for the same table and optimizer",
+            )
+        with self._lock:
+            self._rows, self._step = self._empty(), int(state["step"].item())
+            local = ids // self._servers
+            self._rows.make(local, rows, spec.optimizer.start)
+            self._rows.put(local, rows.to(spec.dtype), [moment.to(math_dtype(spec.dtype)) for moment in moments])
+
+    def _empty(self) -> Rows:
+        spec = self.spec
+        count = spec.rows_of(self._position, self._servers)
+        return Rows(count, spec.width, spec.dtype, spec.optimizer.moments)
+
+    def _made(self, rows: Tensor) -> Tensor:
+        ids = rows * self._servers + self._position
+        return self.spec.initial.made(self.spec.seed, ids, self.spec.width)
+
+    def _make(self, rows: Tensor) -> None:
+        if len(rows):
+            self._rows.make(rows, self._made(rows), self.spec.optimizer.start)
+
+    def _look(self, rows: Tensor) -> Tensor:
+        missing = self._rows.missing(rows)
+        if not len(missing):
+            return self._rows.get(rows)
+        there = torch.ones(len(rows), dtype=torch.bool)
+        there[missing] = False
+        found = torch.empty(len(rows), self.spec.width, dtype=self.spec.dtype)
+        found[missing] = self._made(rows.index_select(0, missing)).to(found.dtype)
+        found[there] = self._rows.get(rows[there])
+        return found
+
+
+class Table:
+    """A worker's view. `servers` are their ranks, by position. One thread at a time may use it.
+
+    >>> rows = table.pull(ids)                  # (*ids.shape, width)
+    >>> table.push(ids, gradients)              # of the same shape as rows
+    """
+
+    def __init__(self, asker: Asker, spec: TableSpec, servers: Sequence[int], subject: int = SUBJECT) -> None:
+        self.spec, self.bytes_sent, self.bytes_received = spec, 0, 0
+        self._asker, self._servers, self._subject = asker, tuple(servers), subject
+        self._rooms = [Room() for _ in servers]
+
+    def pull(self, ids: Tensor) -> Tensor:
+        unique, places = torch.unique(self.checked(ids), return_inverse=True)
+        return self.pull_unique(unique).index_select(0, places).view(*ids.shape, -1).to(ids.device)
+
+    def pull_unique(self, ids: Tensor) -> Tensor:
+        """Of `ids` on the CPU in ascending order, each once."""
+        parts = self._dealt(ids)
+        asked = {p: self._ask(p, _PULL, [self._local(ids, part)]) for p, part in enumerate(parts) if len(part)}
+        return self._together(len(ids), parts, asked)
+
+    def push(self, ids: Tensor, gradients: Tensor, lr: float | None = None) -> None:
+        """Returns when all servers have applied it. `lr`: instead of the optimizer's, this time."""
+        unique, gradients = self._added_up(ids, gradients)
+        parts = self._dealt(unique)
+        for asked in self._ask_to_push(_PUSH, unique, gradients, parts, [_NONE] * len(parts), lr):
+            self._hear(asked)
+
+    def push_pull(
+        self, ids: Tensor, gradients: Tensor, wanted: Tensor | None = None, lr: float | None = None
+    ) -> Tensor:
+        """Push, and what the `wanted` rows (none: the same) are right after that, in one question to each server."""
+        target = ids if wanted is None else wanted
+        unique, gradients = self._added_up(ids, gradients)
+        parts = self._dealt(unique)
+        needed, places = torch.unique(self.checked(target), return_inverse=True)
+        needed_parts = self._dealt(needed)
+        local = [_NONE if wanted is None else self._local(needed, part) for part in needed_parts]
+        verb = _PUSH_PULL if wanted is None else _PUSH_PULL_OTHERS
+        asked = self._ask_to_push(verb, unique, gradients, parts, local, lr)
+        rows = self._together(len(needed), needed_parts, dict(enumerate(asked)))
+        return rows.index_select(0, places).view(*target.shape, -1).to(target.device)
+
+    def checked(self, ids: Tensor) -> Tensor:
+        """The same in one dimension, on the CPU, if the table has them."""
+        flat = ids.detach().reshape(-1).to("cpu", torch.int64)
+        if ids.is_floating_point() or (len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.spec.rows):
+            raise SetupError(
+                f"the table has no such rows: {flat.tolist()[:8]} of {ids.dtype}",
+                cause=f"its rows are the whole numbers 0 to {self.spec.rows - 1}",
+                do="check the ids, or give the table more rows",
+            )
+        return flat
+
+    def _added_up(self, ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        if gradients.shape != (*ids.shape, self.spec.width):
+            raise SetupError(
+                f"gradients of shape {tuple(gradients.shape)} for ids of shape {tuple(ids.shape)}",
+                cause=f"each id needs one gradient of {self.spec.width} numbers",
+            )
+        flat = gradients.detach().reshape(-1, self.spec.width).to("cpu", math_dtype(self.spec.dtype))
+        return added_up(self.checked(ids), flat)
+
+    def _dealt(self, ids: Tensor) -> list[Tensor]:
+        """Positions in `ids` of the rows of each server."""
+        owners = ids % len(self._servers)
+        return [(owners == position).nonzero().view(-1) for position in range(len(self._servers))]
+
+    def _local(self, ids: Tensor, part: Tensor) -> Tensor:
+        count = len(self._servers)
+        return (ids.index_select(0, part) // count).to(self.spec.wire_dtype(count))
+
+    def _ask_to_push(
+        self,
+        verb: int,
+        ids: Tensor,
+        gradients: Tensor,
+        parts: Sequence[Tensor],
+        wanted: Sequence[Tensor],
+        lr: float | None,
+    ) -> list[Asked]:
+        """Every server, even one with no row among them: it counts the pushes."""
+        rate = torch.tensor([] if lr is None else [lr], dtype=torch.float64)
+        sent = gradients.to(self.spec.dtype)
+        return [
+            self._ask(p, verb, [self._local(ids, part), sent.index_select(0, part).view(-1), wanted[p], rate])
+            for p, part in enumerate(parts)
+        ]
+
+    def _ask(self, position: int, verb: int, vectors: Sequence[Tensor]) -> Asked:
+        words = Words(self._subject * VERBS + verb, (), vectors)
+        self.bytes_sent += words.size_bytes
+        return self._asker.ask(self._servers[position], words, self._rooms[position])
+
+    def _hear(self, asked: Asked) -> Words:
+        answer = asked.wait()
+        self.bytes_received += answer.size_bytes
+        return answer
+
+    def _together(self, count: int, parts: Sequence[Tensor], asked: Mapping[int, Asked]) -> Tensor:
+        """What the servers answer, each row in its place."""
+        rows = torch.empty(count, self.spec.width, dtype=self.spec.dtype)
+        for position, question in asked.items():
+            rows.index_copy_(0, parts[position], self._hear(question).vectors[0].view(-1, self.spec.width))
+        return rows
+
+
+_NONE = torch.empty(0, dtype=torch.int64)
+
+
+class TableEmbedding(nn.Module):
+    """A `Table` in a model, in the place of `nn.Embedding`. It has no parameters: the servers have the optimizer.
+
+    >>> loss(model(ids)).backward()
+    >>> embedding.push_gradients()              # beside optimizer.step() for the rest of the model
+    """
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+        self._used: list[tuple[Tensor, Tensor]] = []  # ids and the rows that were pulled for them
+
+    def forward(self, ids: Tensor) -> Tensor:
+        unique, places = torch.unique(self.table.checked(ids), return_inverse=True)
+        rows = self.table.pull_unique(unique).to(ids.device)
+        if self.training and torch.is_grad_enabled():
+            self._used.append((unique, rows.requires_grad_()))
+        return functional.embedding(places.view(ids.shape).to(ids.device), rows)
+
+    def push_gradients(self, lr: float | None = None) -> None:
+        """Of all that was pulled since the last time and has a gradient, as one push; the rest is forgotten."""
+        used = [(ids, rows.grad) for ids, rows in self._used]
+        self._used.clear()
+        with_gradient = [(ids, gradient.cpu()) for ids, gradient in used if gradient is not None]
+        if with_gradient:
+            ids, gradients = zip(*with_gradient, strict=True)
+            self.table.push(torch.cat(ids), torch.cat(gradients), lr)

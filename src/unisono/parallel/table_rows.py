@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that take memory only once they are written: where a server keeps its part of a table.
+
+A row that nobody has written is made out of (seed, row) alone whenever somebody asks for it, with integers, so that
+neither the one who asks first nor the number of servers nor the machine matters. Used by `TableShard`; knows nothing
+of gradients or of other servers, except for `reshard`, which deals states out anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_FIRST_BLOCK_BYTES = 1 << 20
+_GOLDEN = 0x9E3779B97F4A7C15
+_PARTS = 8  # of 16 bits, out of two hashes
+
+Hashes = npt.NDArray[np.uint64]
+State = dict[str, Tensor]
+
+
+class Initial(Protocol):
+    """What a row is before anybody has written it."""
+
+    def made(self, seed: int, rows: Tensor, width: int) -> Tensor:
+        """float32, (rows, width)."""
+
+
+@dataclass(frozen=True)
+class Zeros:
+    def made(self, seed: int, rows: Tensor, width: int) -> Tensor:  # noqa: ARG002
+        return torch.zeros(len(rows), width)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    low: float
+    high: float
+
+    def made(self, seed: int, rows: Tensor, width: int) -> Tensor:
+        # 24 bits: each is a float32, so nothing is rounded before the scale.
+        unit = (_hashes(seed, rows, width) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return torch.from_numpy(unit * np.float32(self.high - self.low) + np.float32(self.low))
+
+
+@dataclass(frozen=True)
+class Normal:
+    """A sum of eight uniform numbers, whose tails end at 4.9 `std`: logarithms have other bits on other machines."""
+
+    std: float = 1.0
+
+    def made(self, seed: int, rows: Tensor, width: int) -> Tensor:
+        total = np.zeros((len(rows), width), np.int64)
+        for half in range(2):
+            hashes = _hashes(seed + half * _GOLDEN, rows, width)
+            for shift in range(0, 64, 16):
+                total += ((hashes >> np.uint64(shift)) & np.uint64(0xFFFF)).astype(np.int64)
+        scale = self.std / math.sqrt(_PARTS * (65536.0**2 - 1.0) / 12.0)
+        return torch.from_numpy(((total - _PARTS * 65535 // 2) * scale).astype(np.float32))
+
+
+def _mixed(numbers: Hashes) -> Hashes:
+    """The finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _hashes(seed: int, rows: Tensor, width: int) -> Hashes:
+    """(rows, width): 64 bits of each element, out of nothing but its place and the seed."""
+    key = _mixed(np.array([(seed * _GOLDEN + _GOLDEN) % (1 << 64)], np.uint64))
+    by_row = _mixed(rows.numpy().astype(np.uint64) ^ key)
+    columns = (np.arange(width, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return _mixed(by_row[:, None] + columns[None, :])
+
+
+def added_up(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id once, in ascending order, and the sum of its gradients in the order in which they stand."""
+    if bool((ids[1:] > ids[:-1]).all()):
+        return ids, gradients
+    unique, places = torch.unique(ids, return_inverse=True)
+    total = torch.zeros(len(unique), gradients.shape[1], dtype=gradients.dtype)
+    return unique, total.index_add_(0, places, gradients)
+
+
+class Blocks:
+    """Vectors of one width by slot, 0 and up. Each block is as large as all before it: growing moves nothing.
+
+    What of a block was never written takes no memory either: the system gives it page by page.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self.dtype = width, dtype
+        self._first = max(1, _FIRST_BLOCK_BYTES // (width * dtype.itemsize))
+        self._blocks: list[Tensor] = []
+        self._starts: list[int] = []
+        self._capacity = 0
+
+    def reserve(self, slots: int) -> None:
+        while self._capacity < slots:
+            length = max(self._first, self._capacity)
+            self._blocks.append(torch.empty(length, self._width, dtype=self.dtype))
+            self._starts.append(self._capacity)
+            self._capacity += length
+
+    def get(self, slots: Tensor) -> Tensor:
+        if len(self._blocks) == 1:
+            return self._blocks[0].index_select(0, slots)
+        found = torch.empty(len(slots), self._width, dtype=self.dtype)
+        for block, where, inside in self._parts(slots):
+            found.index_copy_(0, where, block.index_select(0, inside))
+        return found
+
+    def put(self, slots: Tensor, values: Tensor) -> None:
+        if len(self._blocks) == 1:
+            self._blocks[0].index_copy_(0, slots, values)
+            return
+        for block, where, inside in self._parts(slots):
+            block.index_copy_(0, inside, values.index_select(0, where))
+
+    def _parts(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A block, which of the slots lie in it, and where in it."""
+        numbers = torch.bucketize(slots, torch.tensor(self._starts), right=True) - 1
+        for number, (block, start) in enumerate(zip(self._blocks, self._starts, strict=True)):
+            where = (numbers == number).nonzero().view(-1)
+            if len(where):
+                yield block, where, slots.index_select(0, where) - start
+
+
+class Rows:
+    """`count` rows, numbered from 0, with `moments` further vectors for each that has been made."""
+
+    def __init__(self, count: int, width: int, dtype: torch.dtype, moments: int) -> None:
+        self.count, self.touched = count, 0
+        self._row_bytes = width * (dtype.itemsize + moments * math_dtype(dtype).itemsize)
+        # The slot of each row and 1, or 0. Zeros that nobody has written to cost address space, not memory.
+        self._slots = torch.from_numpy(np.zeros(count, np.int32))
+        self._rows = Blocks(width, dtype)
+        self._moments = [Blocks(width, math_dtype(dtype)) for _ in range(moments)]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of rows and moments; the index has 4 more for each row, touched or not, at worst."""
+        return self.touched * self._row_bytes
+
+    def missing(self, rows: Tensor) -> Tensor:
+        """Which of `rows` have not been made: positions in it."""
+        return (self._slots.index_select(0, rows) == 0).nonzero().view(-1)
+
+    def make(self, rows: Tensor, values: Tensor, start: float) -> None:
+        """`rows` are new, and each there once."""
+        slots = torch.arange(self.touched, self.touched + len(rows))
+        self.touched += len(rows)
+        self._slots.index_copy_(0, rows, (slots + 1).to(torch.int32))
+        self._rows.reserve(self.touched)
+        self._rows.put(slots, values.to(self._rows.dtype))
+        for blocks in self._moments:
+            blocks.reserve(self.touched)
+            blocks.put(slots, torch.full(values.shape, start, dtype=blocks.dtype))
+
+    def get(self, rows: Tensor) -> Tensor:
+        return self._rows.get(self._slot(rows))
+
+    def moments(self, rows: Tensor) -> list[Tensor]:
+        slots = self._slot(rows)
+        return [blocks.get(slots) for blocks in self._moments]
+
+    def put(self, rows: Tensor, values: Tensor, moments: Sequence[Tensor]) -> None:
+        slots = self._slot(rows)
+        self._rows.put(slots, values)
+        for blocks, moment in zip(self._moments, moments, strict=True):
+            blocks.put(slots, moment)
+
+    def made(self) -> Tensor:
+        """All that have been made, in ascending order."""
+        return torch.from_numpy(np.flatnonzero(self._slots.numpy()))
+
+    def _slot(self, rows: Tensor) -> Tensor:
+        return self._slots.index_select(0, rows).to(torch.int64) - 1
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What rows of `dtype` are computed in, and their moments kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reshard(states: Sequence[Mapping[str, Tensor]], servers: int) -> list[State]:
+    """The states of all shards of a table, as the shards of another number of servers would have them."""
+    ids, order = torch.cat([state["ids"] for state in states]).sort()
+    rows = torch.cat([state["rows"] for state in states])
+    moments = torch.cat([state["moments"] for state in states], dim=1)  # (moments, rows, width)
+    step = torch.stack([state["step"] for state in states]).amax(0)
+    dealt = []
+    for position in range(servers):
+        mine = (ids % servers == position).nonzero().view(-1)
+        places = order.index_select(0, mine)
+        dealt.append(
+            {
+                "ids": ids.index_select(0, mine),
+                "rows": rows.index_select(0, places),
+                "moments": moments.index_select(1, places),
+                "step": step.clone(),
+            }
+        )
+    return dealt
