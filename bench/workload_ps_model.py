@@ -77,9 +77,9 @@ class Work:
 
 
 WORKS = {
-    "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.05, 160),
-    "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.05, 400),
-    "decoder": Work(Decoder, token_loss, ladders, 2, 0.1, 80),
+    "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.05, 192),
+    "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.05, 384),
+    "decoder": Work(Decoder, token_loss, ladders, 2, 0.1, 128),
 }
 
 

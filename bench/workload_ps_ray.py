@@ -61,11 +61,10 @@ class DataWorker:
         self.replica = Replica(WORKS[model], pushes, slower)
         self.held = shares(self.replica.parameters, servers)
 
-    @torch.no_grad()
     def set_weights(self, weights: tuple[Arrays, ...]) -> None:
         for some, arrays in zip(self.held, weights, strict=True):
             for index, array in zip(some, arrays, strict=True):
-                self.replica.parameters[index].copy_(torch.from_numpy(array))
+                np.copyto(self.replica.parameters[index].detach().numpy(), array)
 
     def compute_gradients(self, piece: int, *weights: Arrays) -> Any:
         """One list of arrays for each server."""
@@ -125,7 +124,7 @@ def train(options: argparse.Namespace) -> None:
     held = shares(parameters, len(servers))
     for some, arrays in zip(held, ray.get([server.get_weights.remote() for server in servers]), strict=True):
         for index, array in zip(some, arrays, strict=True):
-            parameters[index] = torch.from_numpy(array)
+            parameters[index] = torch.tensor(array)
     write_result(options.out, ray.get(servers[0].when.remote()), final_loss(WORKS[options.model], parameters))
 
 

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from workload_ps_model import WORKS, Replica, final_loss, parser_of_options, shares, write_result
 
+PATIENCE_S = 3600  # one call is a trainer's whole work; ps.py has the hard limit
+
 Answer = tuple[list[Tensor], int]  # the weights, and the piece to go on with (synchronous: the first of the step)
 
 
@@ -112,7 +114,7 @@ def main() -> None:
     options = parser_of_options().parse_args()
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), options.servers + options.workers
-    backend = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0)  # 0: none
+    backend = rpc.TensorPipeRpcBackendOptions(rpc_timeout=PATIENCE_S)
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=size, rpc_backend_options=backend)
     if rank == 0:
         servers = [

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from unisono.data.loading import Data, Loader, StepData, open_loader
+from unisono.data.loading import Data, Loader, open_loader
 from unisono.data.rounds import RoundLoader
+from unisono.data.step_data import StepData
 
 SAMPLES, BATCH, MICROBATCHES, SEED = 53, 8, 3, 4
 

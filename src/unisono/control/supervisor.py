@@ -147,7 +147,7 @@ class Supervisor:
             "max_restarts": self.spec.max_restarts,
             "rejoin_s": self.spec.rejoin_within,
             "hang_s": self.spec.hang_after,
-            "balance": self.spec.balance,
+            "balance": self.spec.balance and self.spec.bound == 0,
             "open_door": bool(self.spec.listen),
             "servers": self.spec.serving,
         }

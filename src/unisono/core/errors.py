@@ -209,10 +209,10 @@ class WorkerCorrupt(WorkerLost):
     code = "UNI-2006"
 
 
-class SlicesLost(WorkerLost):
+class SlicesLost(UnisonoError):
     """A parameter server died, and with it the only copy of what it held."""
 
-    code = "UNI-2007"
+    code, exit_code = "UNI-2007", 22
 
 
 class JoinError(UnisonoError):

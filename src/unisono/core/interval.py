@@ -22,9 +22,10 @@ class Interval:
     def is_never(self) -> bool:
         return not self.steps and not self.seconds
 
-    def is_due(self, step: int, since_s: float) -> bool:
-        """After `step`, when `since_s` seconds have passed since the last time."""
-        return bool(self.steps and step % self.steps == 0) or bool(self.seconds and since_s >= self.seconds)
+    def is_due(self, step: int, since_s: float, steps: int = 1) -> bool:
+        """After `step`, the last of so many `steps`, when `since_s` seconds have passed since the last time."""
+        reached = bool(self.steps) and step // self.steps > (step - steps) // self.steps
+        return reached or bool(self.seconds and since_s >= self.seconds)
 
     def __str__(self) -> str:
         if self.is_never:

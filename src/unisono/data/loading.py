@@ -25,6 +25,7 @@ from unisono.data.loader_process import same, settle
 from unisono.data.look_ahead import Announcer
 from unisono.data.order import Order, Shuffle, Split
 from unisono.data.rejecting import guard
+from unisono.data.step_data import StepData
 
 _PROBES = 4  # samples that all workers read at the start of an epoch, to compare
 Collate = Callable[[list[Any]], Any]
@@ -67,22 +68,6 @@ class Data:
         if isinstance(self.dataset, torch.utils.data.IterableDataset):  # it may have a length and inherits __getitem__
             return False
         return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
-
-
-@dataclass(frozen=True)
-class StepData:
-    """One step's data for one worker. A step is one batch a microbatch, or several `turns` of each (see `rounds`)."""
-
-    epoch: int
-    step_in_epoch: int
-    counts: tuple[int, ...]  # true sample counts of all M microbatches
-    batches: Iterable[Any]  # one for each turn of each local microbatch, in order; None where it has no samples
-    check: int = 0  # digest that must agree on all workers; 0 where nothing was read in common
-    by_turn: tuple[tuple[int, ...], ...] = ()  # counts of all M microbatches for each turn; empty: there is only one
-
-    @property
-    def turns(self) -> int:
-        return len(self.by_turn) or 1
 
 
 class Loader(Protocol):
@@ -228,12 +213,18 @@ class MapLoader:
         self._probed: tuple[int, tuple[int, int]] = (-1, (0, 0))  # epoch, result
 
     def epoch(self, epoch: int, from_step: int, mine: range, to_step: int | None = None) -> Iterator[StepData]:
-        steps = range(from_step, self.order.steps_per_epoch if to_step is None else to_step)
+        whole = self.order.steps_per_epoch
+        steps = range(from_step, whole if to_step is None else min(to_step, whole))
         batches = self._batches(_Keys(epoch, steps, mine))
         for step in steps:
             local = _Take(batches, len(mine))
             yield StepData(epoch, step, self.order.counts(step), local)
             local.skip_rest()
+
+    def batch(self, epoch: int, step: int, microbatch: int) -> Any:
+        """Any one microbatch, read in this process."""
+        one = _Keys(epoch, range(step, step + 1), range(microbatch, microbatch + 1))
+        return self._fetch.fetch(_Key(epoch, step, microbatch, one))
 
     def _batches(self, keys: Iterable[_Key | _Probe]) -> Iterator[Any]:
         if not self.data.loader_processes:

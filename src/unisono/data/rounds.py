@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unisono.data.digest import digest
-from unisono.data.loading import Loader, StepData
+from unisono.data.loading import Loader
 from unisono.data.offers import Taken
+from unisono.data.step_data import StepData
 
 
 class RoundLoader:

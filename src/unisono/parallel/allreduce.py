@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -123,6 +123,12 @@ class AllReduce:
             members = layout.members(bucket)
             self._shapes[bucket] = [(layout.slots[at].start, tuple(parameters[at].shape)) for at in members]
         return self._shapes[bucket]
+
+    def work(self, mine: range, turns: int) -> Iterable[tuple[int, int | None]]:  # noqa: ARG002
+        return ((index, None) for index in mine)
+
+    def steps_in(self, turns: int) -> int:  # noqa: ARG002
+        return 1
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
         assert self._gradients is not None

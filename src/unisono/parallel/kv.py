@@ -102,6 +102,8 @@ class KeyValues:
     def init(self, key: Key | Iterable[Key], value: Tensor | Sequence[Tensor]) -> None:
         """Returns when the first worker's value is there."""
         pairs = _pairs(key, value)
+        for each, _ in pairs:
+            self._check_new(each)
         # Largest first: what comes later then evens out what came before.
         asked = [
             question
@@ -168,9 +170,6 @@ class KeyValues:
         self._hear(self._ask(0, BARRIER, (), []))
 
     def _ask_to_init(self, key: Key, value: Tensor) -> list[Asked]:
-        if key in self._known or isinstance(key, bool) or not isinstance(key, str | int):
-            why = "it was initialised already" if key in self._known else "a key is a text or a whole number"
-            raise SetupError(f"the key {key!r} cannot be initialised", cause=why)
         number, parts = len(self._known), place(value.shape, value.element_size(), self._loads)
         self._known[key] = _Known(tuple(value.shape), value.dtype, parts)
         flat, by_server = value.detach().cpu().reshape(-1), {part.server: part for part in parts}
@@ -184,19 +183,19 @@ class KeyValues:
         return asked
 
     def _ask_to_push(self, pairs: Sequence[tuple[Key, Any]]) -> list[Asked]:
-        asked = []
-        for key, value in pairs:
-            known, total = self._of(key), _total(value)
+        """Nothing, if one of them is wrong."""
+        totals = [(key, self._of(key), _total(value)) for key, value in pairs]
+        for key, known, total in totals:
             if tuple(total.shape) != known.shape or total.dtype != known.dtype:
                 raise SetupError(
                     f"a push of {total.dtype} {tuple(total.shape)} to {key!r}",
                     cause=f"its value is {known.dtype} {known.shape}",
                 )
-            flat = total.detach().cpu().reshape(-1)
-            asked += [
-                self._ask(part.server, PUSH, (self._synchronous,), [packed(key), flat[part.elements]])
-                for part in known.parts
-            ]
+        asked = []
+        for key, known, total in totals:
+            flat, name = total.detach().cpu().reshape(-1), packed(key)
+            for part in known.parts:
+                asked.append(self._ask(part.server, PUSH, (self._synchronous,), [name, flat[part.elements]]))
         return asked
 
     def _ask_to_pull(self, key: Key) -> list[Asked]:
@@ -213,6 +212,11 @@ class KeyValues:
                     target.copy_(value)
             found.append(value if out is None else out)
         return found[0] if isinstance(key, str | int) else found
+
+    def _check_new(self, key: Key) -> None:
+        if key in self._known or isinstance(key, bool) or not isinstance(key, str | int):
+            why = "it was initialised already" if key in self._known else "a key is a text or a whole number"
+            raise SetupError(f"the key {key!r} cannot be initialised", cause=why)
 
     def _of(self, key: Key) -> _Known:
         if key not in self._known:
@@ -238,7 +242,7 @@ class KeyValues:
 
 
 def _pairs(key: Key | Iterable[Key], value: Any) -> list[tuple[Key, Any]]:
-    if isinstance(key, str | int):
+    if isinstance(key, str) or not isinstance(key, Iterable):
         return [(key, value)]
     keys = list(key)
     values = [None] * len(keys) if value is None else list(value)

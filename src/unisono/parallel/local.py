@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -207,6 +207,12 @@ class Local:
 
     def _laid_out(self, trained: Sequence[tuple[str, nn.Parameter]]) -> Differences:
         return Differences(trained)
+
+    def work(self, mine: range, turns: int) -> Iterable[tuple[int, int | None]]:  # noqa: ARG002
+        return ((index, None) for index in mine)
+
+    def steps_in(self, turns: int) -> int:  # noqa: ARG002
+        return 1
 
     def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
         """All of a replica's round."""

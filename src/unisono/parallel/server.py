@@ -25,7 +25,7 @@ from unisono.core.errors import SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.gradients import Gradients
-from unisono.parallel.slice_optimizer import SliceOptimizer, put_in, refuse_others, taken_out
+from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
 from unisono.parallel.slices import Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
 
@@ -45,10 +45,11 @@ class ParameterServer(AllReduce):
         random_state: Callable[[Microbatch], int] = lambda _: 0,
         copies: int = 1,
     ) -> None:
-        refuse_others(optimizer)
+        self._keeps_state = keeps_state(optimizer)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_owned)
         self.copies = copies
         self.version = 0  # of the weights in the model: updates that they have seen
+        self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
@@ -94,16 +95,13 @@ class ParameterServer(AllReduce):
     def _share_out(self, gradients: Gradients, membership: Membership) -> None:
         """Bring the slices to their owners, unless they are there."""
         wanted = self._places(gradients, membership)
-        there = float(set(wanted) == set(self._held))
-        somebody = float(bool(self._held))
-        rows = [row.tolist() for row in self.comm.gather(torch.tensor([there, somebody]))]
-        if all(row[0] for row in rows):
+        there = torch.tensor([set(wanted) == set(self._held)])
+        if all(bool(row.item()) for row in self.comm.gather(there)):
             return
         held = [one.as_slice().as_tree() for served in self._held.values() for one in served]
         owners = membership.owners
         trees = [tree for trees in hand_round(self.comm, held, owners, _MOVE_TAG) for tree in trees]
-        whole = not any(row[1] for row in rows)
-        self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees], whole)
+        self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees])
         for parameter in gradients.parameters:  # it is with the servers now
             self.optimizer.state.pop(parameter, None)
 
@@ -116,17 +114,16 @@ class ParameterServer(AllReduce):
                     found.append((bucket, mine.start, mine.stop))
         return found
 
-    def _take(self, gradients: Gradients, wanted: Sequence[Place], slices: Sequence[Slice], whole: bool) -> None:
-        """`whole`: nobody holds anything yet, so the model and its optimizer are where it begins."""
+    def _take(self, gradients: Gradients, wanted: Sequence[Place], slices: Sequence[Slice]) -> None:
+        """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
         layout, parameters = gradients.layout, gradients.parameters
-        keeps_state = any(one.vectors for one in slices)
         held: dict[Place, list[SliceOptimizer]] = {}
         lost = False
         for place in wanted:
             bucket, start, stop = place
             found, gaps = pieces(slices, bucket, start, stop, layout)
             if gaps:
-                lost |= keeps_state and not whole
+                lost |= self._keeps_state and self._begun
                 fresh = taken_out(self.optimizer, parameters, layout, bucket, self.version)
                 found += [fresh.cut(low, high, layout) for low, high in gaps]
             held[place] = [SliceOptimizer(one, self.optimizer, parameters, layout) for one in found]
@@ -135,16 +132,17 @@ class ParameterServer(AllReduce):
             self._held = {}
             raise SlicesLost(
                 "a parameter server was lost, and nobody else has its part of the optimizer's state",
-                cause="each slice is held by as many servers as --copies says",
-                do="start it again: it goes on from its last checkpoint; or use more servers with --copies 2",
+                cause=f"each slice is held by {self.copies} of {len(self._membership.owners)}",
+                do="let the run save checkpoints, to which it can go back; or use several servers with --copies 2",
             )
+        self._begun = True
 
     def _follow(self) -> Gradients:
         """Other parameters train from now on: what was held goes through the user's optimizer."""
         before = self._gradients
         if before is not None:
             self._gather(before)
-            self._held = {}
+            self._held, self._begun = {}, False
         gradients = super()._follow()
         if before is not None:
             self._share_out(gradients, self._membership)
@@ -219,11 +217,13 @@ class ParameterServer(AllReduce):
     # --- state
 
     def state_out(self) -> dict[str, Any]:
-        return {**super().state_out(), "version": self.version}
+        return {**super().state_out(), "version": self.version, "begun": self._begun}
 
     def state_in(self, state: dict[str, Any]) -> None:
         super().state_in(state)
-        self.version = state.get("version", 0)
+        self.version, self._begun = state.get("version", 0), state.get("begun", False)
+        if not self._begun:  # from a checkpoint, which has everything
+            self._held = {}
 
     def gathered_state(self) -> dict[str, Any]:
         """All of it, on every rank: for a checkpoint. All call it together."""

@@ -2,7 +2,7 @@
 """A torch optimizer on a slice of the parameters: what a parameter server runs.
 
 The user's optimizer gives the kind and the settings, which are looked up at every step, so that schedules work. Any
-optimizer that treats elements one by one can be cut into slices; `refuse_others` finds out by trying. Knows flat
+optimizer that treats elements one by one can be cut into slices; `keeps_state` finds out by trying. Knows flat
 vectors and segments of parameters; called by the server strategy.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class SliceOptimizer:
     ) -> None:
         self._user, self._bucket = optimizer, made_of.bucket
         self.start, self.stop = made_of.start, made_of.stop  # of the bucket
-        self.version, self.weights = made_of.version, made_of.weights.clone()
+        self.version, self.weights, self.seen = made_of.version, made_of.weights.clone(), dict(made_of.seen)
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
         self._parts = {one.parameter: nn.Parameter(self.weights[one.here]) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
@@ -51,21 +51,25 @@ class SliceOptimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, used: Mapping[int, bool] | Sequence[bool]) -> None:
-        """One update from the slice's gradient. A parameter that nobody `used` has none, as in plain PyTorch."""
+    def step(self, gradient: Tensor, used: Sequence[bool], pace: float = 1.0) -> None:
+        """One update from the slice's gradient, with `pace` times the learning rate. A parameter that nobody `used` has
+        none, as in plain PyTorch."""
         for one in self._segments:
             self._parts[one.parameter].grad = gradient[one.here] if used[one.parameter] else None
-        self._follow_settings()
+        self._follow_settings(pace)
         self._optimizer.step()
         for part in self._parts.values():
             part.grad = None
         self.version += 1
 
-    def _follow_settings(self) -> None:
+    def _follow_settings(self, pace: float) -> None:
         self._optimizer.param_groups = [
             {**group, "params": [self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id]}
             for group in self._user.param_groups
         ]
+        if pace != 1.0:
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * pace
 
     def as_slice(self) -> Slice:
         vectors: dict[str, Tensor] = {}
@@ -79,7 +83,7 @@ class SliceOptimizer:
                     whole.setdefault(one.parameter, {})[name] = None
                 else:
                     whole.setdefault(one.parameter, {})[name] = _copied(value)
-        return Slice(self._bucket, self.start, self.stop, self.version, self.weights, vectors, whole)
+        return Slice(self._bucket, self.start, self.stop, self.version, self.weights, vectors, whole, self.seen)
 
 
 def like(optimizer: Optimizer) -> Optimizer:
@@ -156,8 +160,9 @@ def put_in(optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Lay
 # --- which optimizers can be cut
 
 
-def refuse_others(optimizer: Optimizer) -> None:
-    """Two halves of a small matrix must go the same way as the whole does."""
+def keeps_state(optimizer: Optimizer) -> bool:
+    """Whether it remembers anything from step to step. Raises for those that cannot be cut: two parts of a small matrix
+    must go the same way as the whole does."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _refusal(name, "it evaluates the loss several times a step")
@@ -165,19 +170,22 @@ def refuse_others(optimizer: Optimizer) -> None:
     start = torch.randn(9, 30, generator=seeded)
     gradients = [torch.randn(9, 30, generator=seeded) for _ in range(_TRIAL_STEPS)]
     try:
-        whole = _trial(optimizer, [start.clone()], [[gradient] for gradient in gradients])
-        halves = _trial(
+        whole, keeps = _trial(optimizer, [start.clone()], [[gradient] for gradient in gradients])
+        parts, _ = _trial(
             optimizer,
             [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
             [[gradient.view(-1)[:64], gradient.view(-1)[64:]] for gradient in gradients],
         )
     except Exception as error:
         raise _refusal(name, f"it does not take vectors: {error}") from None
-    if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(halves)):
+    if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
         raise _refusal(name, "what it does to one element depends on the others of its parameter")
+    return keeps
 
 
-def _trial(optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def _trial(
+    optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> tuple[list[Tensor], bool]:
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
     other.param_groups = [{**optimizer.param_groups[0], "params": parts}]
@@ -185,7 +193,7 @@ def _trial(optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[S
         for part, gradient in zip(parts, row, strict=True):
             part.grad = gradient.clone()
         other.step()
-    return [part.detach() for part in parts]
+    return [part.detach() for part in parts], any(other.state.values())
 
 
 def _refusal(name: str, cause: str) -> SetupError:

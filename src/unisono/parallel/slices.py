@@ -22,6 +22,9 @@ from unisono.parallel.layout import Layout
 Whole = dict[int, dict[str, Any]]
 """Of each parameter, by position, what its optimizer keeps for it as a whole: numbers and the names of vectors."""
 
+Seen = dict[tuple[int, int, int], float]
+"""Pieces of the round in hand whose updates were made here, and their losses; see `clock`."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -43,6 +46,7 @@ class Slice:
     weights: Tensor
     vectors: dict[str, Tensor] = field(default_factory=dict)
     whole: Whole = field(default_factory=dict)
+    seen: Seen = field(default_factory=dict)
 
     def cut(self, start: int, stop: int, layout: Layout) -> Slice:
         here = slice(start - self.start, stop - self.start)
@@ -55,16 +59,20 @@ class Slice:
             self.weights[here],
             {name: vector[here] for name, vector in self.vectors.items()},
             {parameter: kept for parameter, kept in self.whole.items() if parameter in inside},
+            self.seen,
         )
 
     def as_tree(self) -> dict[str, Any]:
         numbers = [self.bucket, self.start, self.stop, self.version]
-        return {"place": numbers, "weights": self.weights, "vectors": self.vectors, "whole": list(self.whole.items())}
+        seen = [[*piece, loss] for piece, loss in self.seen.items()]
+        whole = list(self.whole.items())
+        return {"place": numbers, "weights": self.weights, "vectors": self.vectors, "whole": whole, "seen": seen}
 
     @staticmethod
     def from_tree(tree: dict[str, Any]) -> Slice:
         bucket, start, stop, version = tree["place"]
-        return Slice(bucket, start, stop, version, tree["weights"], tree["vectors"], dict(tree["whole"]))
+        seen: Seen = {(turn, first, last): loss for turn, first, last, loss in tree["seen"]}
+        return Slice(bucket, start, stop, version, tree["weights"], tree["vectors"], dict(tree["whole"]), seen)
 
 
 def segments(layout: Layout, bucket: int, start: int, stop: int) -> list[Segment]:
@@ -102,7 +110,7 @@ def _joined(parts: Sequence[Slice]) -> list[Slice]:
     runs: list[list[Slice]] = []
     for part in parts:
         last = runs[-1][-1] if runs else None
-        if last is not None and (last.stop, last.version) == (part.start, part.version):
+        if last is not None and (last.stop, last.version, last.seen) == (part.start, part.version, part.seen):
             runs[-1].append(part)
         else:
             runs.append([part])
@@ -124,4 +132,4 @@ def _join(run: Sequence[Slice]) -> Slice:
         for name, dtype in names.items()
     }
     weights = torch.cat([part.weights for part in run])
-    return Slice(first.bucket, first.start, last.stop, first.version, weights, vectors, whole)
+    return Slice(first.bucket, first.start, last.stop, first.version, weights, vectors, whole, first.seen)

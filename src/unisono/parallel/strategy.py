@@ -8,7 +8,7 @@ worker decides alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +64,12 @@ class Strategy(Protocol):
 
     def begin_step(self, weights: Sequence[float]) -> None:
         """`weights` of all M microbatches; they add up to one."""
+
+    def work(self, mine: range, turns: int) -> Iterable[tuple[int, int | None]]:
+        """The microbatches to compute here, in order; with a turn where they are computed a turn at a time."""
+
+    def steps_in(self, turns: int) -> int:
+        """How many steps of the training it is, when each microbatch has so many turns."""
 
     def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
         """Compute one microbatch: its loss and gradients, or all the updates that it makes on its own."""

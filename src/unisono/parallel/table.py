@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An embedding table larger than a worker's memory: its rows lie on servers, and only those that are touched travel.
 
-Row r lies on server r modulo their number. A server's part is a `TableShard`; a worker uses a `Table`, or a
+Rows are dealt out evenly (`owners`). A server's part is a `TableShard`; a worker uses a `Table`, or a
 `TableEmbedding` in its model. Pushes are applied in the order in which they arrive, each as a whole. How a row moves
 is in `table_optimizers`, where it is kept in `table_rows`, how it travels in `comm.asking`.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 from unisono.comm.asking import VERBS, Asked, Asker, Room, Words
 from unisono.core.errors import CheckpointMismatch, SetupError
 from unisono.parallel.table_optimizers import RowOptimizer, Sgd
-from unisono.parallel.table_rows import Initial, Rows, State, Zeros, added_up, math_dtype
+from unisono.parallel.table_rows import Initial, Rows, State, Zeros, added_up, ids_on, math_dtype, owners
 
 SUBJECT = 16  # of questions about a table, if there is only one
 _PULL, _PUSH, _PUSH_PULL, _PUSH_PULL_OTHERS = range(4)
@@ -42,16 +42,17 @@ class TableSpec:
         if self.rows < 1 or self.width < 1:
             raise SetupError(f"a table cannot have {self.rows} rows of {self.width}", do="give it at least one of each")
 
-    def rows_of(self, position: int, servers: int) -> int:
-        return len(range(position, self.rows, servers))
+    def places(self, servers: int) -> int:
+        """For rows on each; some servers leave the last one empty."""
+        return -(-self.rows // servers)
 
     def wire_dtype(self, servers: int) -> torch.dtype:
-        """Of row numbers within a shard."""
-        return torch.int32 if self.rows_of(0, servers) <= torch.iinfo(torch.int32).max else torch.int64
+        """Of places within a shard."""
+        return torch.int32 if self.places(servers) <= torch.iinfo(torch.int32).max else torch.int64
 
 
 class TableShard:
-    """The rows of server `position`, numbered from 0 within it: give `answer` to an `Answering`."""
+    """The rows of server `position`, by their places in it (see `ids_on`): give `answer` to an `Answering`."""
 
     def __init__(self, spec: TableSpec, servers: int, position: int) -> None:
         self.spec, self._servers, self._position = spec, servers, position
@@ -60,7 +61,8 @@ class TableShard:
         self._step = 0  # pushes to the table: every push comes to every server
         if spec.whole:
             for start in range(0, self._rows.count, _FILL_ROWS):
-                self._make(torch.arange(start, min(start + _FILL_ROWS, self._rows.count)))
+                places = torch.arange(start, min(start + _FILL_ROWS, self._rows.count))
+                self._make(places[ids_on(position, places, servers) < spec.rows])
 
     @property
     def touched(self) -> int:
@@ -96,25 +98,25 @@ class TableShard:
         with self._lock:
             self._step += 1
             self._make(rows.index_select(0, self._rows.missing(rows)))
-            # Copies, even where they need not be: an update is on all of a push or on nothing.
-            values, moments = self._rows.get(rows).to(gradients.dtype), self._rows.moments(rows)
+            slots = self._rows.slots(rows)
+            values, moments = self._rows.get(slots).to(gradients.dtype), self._rows.moments(slots)
             if len(rows):
-                spec.optimizer.update(values, gradients, moments, self._step, spec.optimizer.lr if lr is None else lr)
+                rate = spec.optimizer.lr if lr is None else lr
+                spec.optimizer.update(values, gradients, self._apart(moments), self._step, rate)
             values = values.to(spec.dtype)
-            self._rows.put(rows, values, moments)
+            self._rows.put(slots, values, moments)
             return values if wanted is None else self._look(wanted.to(torch.int64))
 
     def state_out(self) -> State:
         """Copies: `ids` of the table in ascending order, `rows`, `moments` (moments, rows, width) and `step`."""
         with self._lock:
             made = self._rows.made()
-            moments = [torch.empty(0, len(made), self.spec.width, dtype=math_dtype(self.spec.dtype))]
-            moments += [moment[None] for moment in self._rows.moments(made)]
-            ids = made * self._servers + self._position
+            slots = self._rows.slots(made)
+            moments = self._rows.moments(slots).view(len(made), self.spec.optimizer.moments, self.spec.width)
             return {
-                "ids": ids,
-                "rows": self._rows.get(made),
-                "moments": torch.cat(moments),
+                "ids": ids_on(self._position, made, self._servers),
+                "rows": self._rows.get(slots),
+                "moments": moments.transpose(0, 1).contiguous(),
                 "step": torch.tensor([self._step]),
             }
 
@@ -122,7 +124,7 @@ class TableShard:
         """Instead of everything that was here."""
         ids, rows, moments, spec = state["ids"], state["rows"], state["moments"], self.spec
         fits = rows.shape == (len(ids), spec.width) and moments.shape == (spec.optimizer.moments, *rows.shape)
-        mine = ids % self._servers == self._position
+        mine = owners(ids, self._servers) == self._position
         if not (fits and bool(mine.all()) and bool(((ids >= 0) & (ids < spec.rows)).all())):
             raise CheckpointMismatch(
                 f"the state of a table does not fit server {self._position} of {self._servers}",
@@ -131,32 +133,37 @@ class TableShard:
             )
         with self._lock:
             self._rows, self._step = self._empty(), int(state["step"].item())
-            local = ids // self._servers
-            self._rows.make(local, rows, spec.optimizer.start)
-            self._rows.put(local, rows.to(spec.dtype), [moment.to(math_dtype(spec.dtype)) for moment in moments])
+            joined = moments.transpose(0, 1).reshape(len(ids), -1) if moments.numel() else torch.empty(len(ids), 0)
+            self._rows.make(ids // self._servers, rows, joined.to(math_dtype(spec.dtype)))
 
     def _empty(self) -> Rows:
         spec = self.spec
-        count = spec.rows_of(self._position, self._servers)
-        return Rows(count, spec.width, spec.dtype, spec.optimizer.moments)
+        return Rows(spec.places(self._servers), spec.width, spec.dtype, spec.optimizer.moments)
 
     def _made(self, rows: Tensor) -> Tensor:
-        ids = rows * self._servers + self._position
+        ids = ids_on(self._position, rows, self._servers)
         return self.spec.initial.made(self.spec.seed, ids, self.spec.width)
 
     def _make(self, rows: Tensor) -> None:
         if len(rows):
-            self._rows.make(rows, self._made(rows), self.spec.optimizer.start)
+            spec = self.spec
+            shape = (len(rows), spec.optimizer.moments * spec.width)
+            moments = torch.full(shape, spec.optimizer.start, dtype=math_dtype(spec.dtype))
+            self._rows.make(rows, self._made(rows), moments)
+
+    def _apart(self, moments: Tensor) -> tuple[Tensor, ...]:
+        """Views on those of an optimizer that lie side by side."""
+        return moments.view(len(moments), self.spec.optimizer.moments, self.spec.width).unbind(1)
 
     def _look(self, rows: Tensor) -> Tensor:
         missing = self._rows.missing(rows)
         if not len(missing):
-            return self._rows.get(rows)
+            return self._rows.get(self._rows.slots(rows))
         there = torch.ones(len(rows), dtype=torch.bool)
         there[missing] = False
         found = torch.empty(len(rows), self.spec.width, dtype=self.spec.dtype)
         found[missing] = self._made(rows.index_select(0, missing)).to(found.dtype)
-        found[there] = self._rows.get(rows[there])
+        found[there] = self._rows.get(self._rows.slots(rows[there]))
         return found
 
 
@@ -174,7 +181,7 @@ class Table:
 
     def pull(self, ids: Tensor) -> Tensor:
         unique, places = torch.unique(self.checked(ids), return_inverse=True)
-        return self.pull_unique(unique).index_select(0, places).view(*ids.shape, -1).to(ids.device)
+        return self.pull_unique(unique).index_select(0, places).view(*ids.shape, self.spec.width).to(ids.device)
 
     def pull_unique(self, ids: Tensor) -> Tensor:
         """Of `ids` on the CPU in ascending order, each once."""
@@ -202,7 +209,7 @@ class Table:
         verb = _PUSH_PULL if wanted is None else _PUSH_PULL_OTHERS
         asked = self._ask_to_push(verb, unique, gradients, parts, local, lr)
         rows = self._together(len(needed), needed_parts, dict(enumerate(asked)))
-        return rows.index_select(0, places).view(*target.shape, -1).to(target.device)
+        return rows.index_select(0, places).view(*target.shape, self.spec.width).to(target.device)
 
     def checked(self, ids: Tensor) -> Tensor:
         """The same in one dimension, on the CPU, if the table has them."""
@@ -226,8 +233,8 @@ class Table:
 
     def _dealt(self, ids: Tensor) -> list[Tensor]:
         """Positions in `ids` of the rows of each server."""
-        owners = ids % len(self._servers)
-        return [(owners == position).nonzero().view(-1) for position in range(len(self._servers))]
+        owner = owners(ids, len(self._servers))
+        return [(owner == position).nonzero().view(-1) for position in range(len(self._servers))]
 
     def _local(self, ids: Tensor, part: Tensor) -> Tensor:
         count = len(self._servers)

@@ -9,7 +9,7 @@ of gradients or of other servers, except for `reshard`, which deals states out a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_FIRST_BLOCK_BYTES = 1 << 20
+_FIRST_BLOCK = 1 << 14  # rows
 _GOLDEN = 0x9E3779B97F4A7C15
 _PARTS = 8  # of 16 bits, out of two hashes
 
@@ -81,6 +81,23 @@ def _hashes(seed: int, rows: Tensor, width: int) -> Hashes:
     return _mixed(by_row[:, None] + columns[None, :])
 
 
+def owners(ids: Tensor, servers: int) -> Tensor:
+    """On which server each row lies: of as many rows in a row as there are servers, one on each.
+
+    Which one comes first changes at random, so that every third id, or all even ones, are still spread evenly.
+    """
+    return (ids + _turns(ids // servers, servers)) % servers
+
+
+def ids_on(server: int, places: Tensor, servers: int) -> Tensor:
+    """The rows at these places of a server: its place there is the row's number divided by `servers`."""
+    return places * servers + (server - _turns(places, servers)) % servers
+
+
+def _turns(groups: Tensor, servers: int) -> Tensor:
+    return torch.from_numpy((_mixed(groups.numpy().astype(np.uint64)) % np.uint64(servers)).astype(np.int64))
+
+
 def added_up(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Each id once, in ascending order, and the sum of its gradients in the order in which they stand."""
     if bool((ids[1:] > ids[:-1]).all()):
@@ -88,6 +105,14 @@ def added_up(ids: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     unique, places = torch.unique(ids, return_inverse=True)
     total = torch.zeros(len(unique), gradients.shape[1], dtype=gradients.dtype)
     return unique, total.index_add_(0, places, gradients)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Some slots, by block: which block, which of them lie in it (None: all), and where in it."""
+
+    count: int
+    parts: tuple[tuple[int, Tensor | None, Tensor], ...]
 
 
 class Blocks:
@@ -98,44 +123,53 @@ class Blocks:
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._width, self.dtype = width, dtype
-        self._first = max(1, _FIRST_BLOCK_BYTES // (width * dtype.itemsize))
         self._blocks: list[Tensor] = []
-        self._starts: list[int] = []
-        self._capacity = 0
 
     def reserve(self, slots: int) -> None:
-        while self._capacity < slots:
-            length = max(self._first, self._capacity)
+        while len(self._blocks) < _blocks_for(slots):
+            length = _start_of(len(self._blocks) + 1) - _start_of(len(self._blocks))
             self._blocks.append(torch.empty(length, self._width, dtype=self.dtype))
-            self._starts.append(self._capacity)
-            self._capacity += length
 
-    def get(self, slots: Tensor) -> Tensor:
-        if len(self._blocks) == 1:
-            return self._blocks[0].index_select(0, slots)
-        found = torch.empty(len(slots), self._width, dtype=self.dtype)
-        for block, where, inside in self._parts(slots):
-            found.index_copy_(0, where, block.index_select(0, inside))
+    def get(self, slots: Slots) -> Tensor:
+        found = torch.empty(slots.count, self._width, dtype=self.dtype)
+        for number, where, inside in slots.parts:
+            mine = self._blocks[number].index_select(0, inside)
+            if where is None:
+                return mine
+            found.index_copy_(0, where, mine)
         return found
 
-    def put(self, slots: Tensor, values: Tensor) -> None:
-        if len(self._blocks) == 1:
-            self._blocks[0].index_copy_(0, slots, values)
-            return
-        for block, where, inside in self._parts(slots):
-            block.index_copy_(0, inside, values.index_select(0, where))
+    def put(self, slots: Slots, values: Tensor) -> None:
+        for number, where, inside in slots.parts:
+            mine = values if where is None else values.index_select(0, where)
+            self._blocks[number].index_copy_(0, inside, mine)
 
-    def _parts(self, slots: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A block, which of the slots lie in it, and where in it."""
-        numbers = torch.bucketize(slots, torch.tensor(self._starts), right=True) - 1
-        for number, (block, start) in enumerate(zip(self._blocks, self._starts, strict=True)):
-            where = (numbers == number).nonzero().view(-1)
-            if len(where):
-                yield block, where, slots.index_select(0, where) - start
+
+def _start_of(block: int) -> int:
+    return _FIRST_BLOCK << (block - 1) if block else 0
+
+
+def _blocks_for(slots: int) -> int:
+    return ((slots - 1) // _FIRST_BLOCK).bit_length() + 1 if slots else 0
+
+
+def in_blocks(slots: Tensor) -> Slots:
+    if not len(slots):
+        return Slots(0, ())
+    used = _blocks_for(int(slots.max()) + 1)
+    if used == 1:
+        return Slots(len(slots), ((0, None, slots),))
+    numbers = torch.bucketize(slots, torch.tensor([_start_of(block) for block in range(1, used)]), right=True)
+    found = []
+    for number in range(used):
+        where = (numbers == number).nonzero().view(-1)
+        if len(where):
+            found.append((number, where, slots.index_select(0, where) - _start_of(number)))
+    return Slots(len(slots), tuple(found))
 
 
 class Rows:
-    """`count` rows, numbered from 0, with `moments` further vectors for each that has been made."""
+    """`count` rows, numbered from 0, with `moments` further vectors, side by side, for each that has been made."""
 
     def __init__(self, count: int, width: int, dtype: torch.dtype, moments: int) -> None:
         self.count, self.touched = count, 0
@@ -143,7 +177,7 @@ class Rows:
         # The slot of each row and 1, or 0. Zeros that nobody has written to cost address space, not memory.
         self._slots = torch.from_numpy(np.zeros(count, np.int32))
         self._rows = Blocks(width, dtype)
-        self._moments = [Blocks(width, math_dtype(dtype)) for _ in range(moments)]
+        self._moments = Blocks(moments * width, math_dtype(dtype))
 
     @property
     def held_bytes(self) -> int:
@@ -154,36 +188,33 @@ class Rows:
         """Which of `rows` have not been made: positions in it."""
         return (self._slots.index_select(0, rows) == 0).nonzero().view(-1)
 
-    def make(self, rows: Tensor, values: Tensor, start: float) -> None:
-        """`rows` are new, and each there once."""
+    def make(self, rows: Tensor, values: Tensor, moments: Tensor) -> None:
+        """`rows` are new, and each there once. (rows, width) and (rows, moments * width)."""
         slots = torch.arange(self.touched, self.touched + len(rows))
         self.touched += len(rows)
         self._slots.index_copy_(0, rows, (slots + 1).to(torch.int32))
         self._rows.reserve(self.touched)
-        self._rows.put(slots, values.to(self._rows.dtype))
-        for blocks in self._moments:
-            blocks.reserve(self.touched)
-            blocks.put(slots, torch.full(values.shape, start, dtype=blocks.dtype))
+        self._moments.reserve(self.touched)
+        self.put(in_blocks(slots), values.to(self._rows.dtype), moments)
 
-    def get(self, rows: Tensor) -> Tensor:
-        return self._rows.get(self._slot(rows))
+    def slots(self, rows: Tensor) -> Slots:
+        """Where `rows`, which have all been made, lie."""
+        return in_blocks(self._slots.index_select(0, rows).to(torch.int64) - 1)
 
-    def moments(self, rows: Tensor) -> list[Tensor]:
-        slots = self._slot(rows)
-        return [blocks.get(slots) for blocks in self._moments]
+    def get(self, slots: Slots) -> Tensor:
+        return self._rows.get(slots)
 
-    def put(self, rows: Tensor, values: Tensor, moments: Sequence[Tensor]) -> None:
-        slots = self._slot(rows)
+    def moments(self, slots: Slots) -> Tensor:
+        return self._moments.get(slots)
+
+    def put(self, slots: Slots, values: Tensor, moments: Tensor) -> None:
         self._rows.put(slots, values)
-        for blocks, moment in zip(self._moments, moments, strict=True):
-            blocks.put(slots, moment)
+        if moments.shape[1]:
+            self._moments.put(slots, moments)
 
     def made(self) -> Tensor:
         """All that have been made, in ascending order."""
         return torch.from_numpy(np.flatnonzero(self._slots.numpy()))
-
-    def _slot(self, rows: Tensor) -> Tensor:
-        return self._slots.index_select(0, rows).to(torch.int64) - 1
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -197,9 +228,9 @@ def reshard(states: Sequence[Mapping[str, Tensor]], servers: int) -> list[State]
     rows = torch.cat([state["rows"] for state in states])
     moments = torch.cat([state["moments"] for state in states], dim=1)  # (moments, rows, width)
     step = torch.stack([state["step"] for state in states]).amax(0)
-    dealt = []
+    dealt, dealt_to = [], owners(ids, servers)
     for position in range(servers):
-        mine = (ids % servers == position).nonzero().view(-1)
+        mine = (dealt_to == position).nonzero().view(-1)
         places = order.index_select(0, mine)
         dealt.append(
             {

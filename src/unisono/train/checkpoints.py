@@ -66,10 +66,10 @@ class Checkpoints:
 
     # --- with every step
 
-    def riders(self, step: int, is_first: bool) -> Riders:
-        """What to tell with the exchange of the step that makes `step` steps."""
+    def riders(self, step: int, is_first: bool, steps: int = 1) -> Riders:
+        """What to tell with the exchange that makes `step` steps, by so many."""
         self._look_after()
-        self.asked |= is_first and self.interval.is_due(step, time.monotonic() - self._last_s)
+        self.asked |= is_first and self.interval.is_due(step, time.monotonic() - self._last_s, steps)
         wanted = self.asked and self._save is None  # one that comes too soon waits for the one that is under way
         return Riders(float(wanted), self._failed, self._committed)
 

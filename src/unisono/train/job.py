@@ -20,12 +20,13 @@ from unisono.checkpoint.naming import by_name, by_number, names_in_order
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.seam import Comm
 from unisono.core import events
-from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError
+from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError, SlicesLost
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec
-from unisono.data.loading import Data, Loader, StepData
+from unisono.data.loading import Data, Loader
 from unisono.data.offers import Taken
+from unisono.data.step_data import StepData
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
@@ -47,6 +48,7 @@ from unisono.train.resuming import (
     carried_in,
     check_own,
     load,
+    open_home,
 )
 from unisono.train.saving import Captured
 from unisono.train.state import TrainState
@@ -109,11 +111,16 @@ class Job:
     def is_first(self) -> bool:
         return self.comm.rank == 0
 
-    @property
-    def stop_is_asked(self) -> bool:
-        """From outside the script: by a command, or with ``--stop-after`` when the step in hand is that one."""
+    def stop_is_asked(self, steps: int = 1) -> bool:
+        """From outside the script: by a command, or with ``--stop-after`` when that step is among those in hand."""
         last = self.context.spec.stop_after
-        return bool(self.session.station.stop_because) or (last is not None and self.state.step + 1 >= last)
+        return bool(self.session.station.stop_because) or (last is not None and self.state.step + steps >= last)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Until the training is to stop; None: its epochs decide."""
+        limits = [limit for limit in (self.spec.max_steps, self.context.spec.stop_after) if limit is not None]
+        return max(0, min(limits) - self.state.step) if limits else None
 
     def emit(self, event: events.Event) -> None:
         """For events that are the run's, not one worker's: the first worker speaks for all."""
@@ -189,7 +196,10 @@ class Job:
         self.session.activity.step = self.state.step
 
     def configure(self, membership: Membership) -> None:
-        self.strategy.configure(membership)
+        try:
+            self.strategy.configure(membership)
+        except SlicesLost as lost:
+            self._begin_from_checkpoint(lost)
         self._tell_lost()
         self.checkpoints.regroup(membership.members)
 
@@ -206,6 +216,23 @@ class Job:
         for event in self.untold:
             self.emit(event)
         self.untold = []
+
+    def _begin_from_checkpoint(self, lost: SlicesLost) -> None:
+        """Part of the state is gone, and all know it. Whoever can read the newest checkpoint goes back to it; then
+        everybody meets again, and the others copy."""
+        self.checkpoints.await_copy()
+        home = open_home(self.context.spec.model_copy(update={"resume": "auto"}), self.context.run_dir, False)
+        found = [int(row[0]) for row in self._gather_numbers([home.found.step if home.found else -1])]
+        newest, before = max(found), self.state.step
+        if newest < 0:
+            raise lost
+        if home.found is None or home.found.step < newest:
+            self.session.distrust()
+        else:
+            self.take_up(home)
+        text = f"step {before}: {lost.what}; back to the checkpoint of step {newest}"
+        self.untold.append(events.Notice(code="slices-lost", text=text))
+        raise PeerLost("the training goes back to a checkpoint", cause=lost.what)
 
     def _hand_over(self) -> None:
         """At a step boundary, as long as those who leave are still here: nobody else has what they carry."""

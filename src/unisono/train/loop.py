@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.core import events, seeds
 from unisono.core.errors import NonFiniteLoss, PeerLost
-from unisono.data.loading import StepData
+from unisono.data.step_data import StepData
 from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train.checkpoints import Riders
@@ -115,8 +115,10 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     job.strategy.step(reduced.loss, partial(_loss_again, job, plan, attempt, data))
     job.update_s = time.perf_counter() - update_started  # told to the others with the next step's compute
     lr = current_lr(job)
-    plan.after_step()
-    state.advance(reduced.loss, sum(data.step.counts))
+    steps = job.strategy.steps_in(data.step.turns)
+    for _ in range(steps):
+        plan.after_step()
+    state.advance(reduced.loss, sum(data.step.counts), steps=steps)
     if asked := max(row.stop for row in notes):
         state.stopped_early = "the script asked to stop"
         if asked == STOPPED_BY_RUN:
@@ -156,7 +158,9 @@ class Loaded:
 
 def steps(job: Job, state: TrainState) -> Iterator[Loaded]:
     """The epoch's remaining steps, as long as the training is not finished."""
-    source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine)
+    left = job.steps_left
+    last = None if left is None else state.step_in_epoch + left
+    source = job.loader.epoch(state.epoch, state.step_in_epoch, job.session.mine, last)
     while not _stop_now(job, state):
         started = time.perf_counter()
         job.session.activity.step = state.step
@@ -177,16 +181,23 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     session.activity.now("computing")
     started = time.perf_counter()
     job.strategy.begin_step(weights)
-    for index in attempt.mine:
+    for index, turn in job.strategy.work(attempt.mine, data.step.turns):
         session.check()
         job.faults.reach("forward")
-        microbatch = Microbatch(attempt.step, index, weights[index], _shares(job, attempt, data, index))
-        job.strategy.forward_backward(microbatch, *_computes(job, plan, attempt, data, index))
-    job.faults.stretch(time.perf_counter() - started)
+        began = time.perf_counter()
+        if turn is None:
+            microbatch = Microbatch(attempt.step, index, weights[index], _shares(job, attempt, data, index))
+            job.strategy.forward_backward(microbatch, *_computes(job, plan, attempt, data, index))
+        else:
+            batch = to_device(data.step.fetch(turn, index), job)  # nobody knew before who computes it
+            microbatch = Microbatch(attempt.step + turn, index, data.step.weight(turn, index))
+            job.strategy.forward_backward(microbatch, partial(plan.compute, batch))
+        job.faults.stretch(time.perf_counter() - began)
     session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))
     compute_s = time.perf_counter() - started + job.update_s
     session.activity.now("adding up the gradients")
-    stop = STOPPED_BY_RUN if job.stop_is_asked else float(plan.stop_asked())
+    steps = job.strategy.steps_in(data.step.turns)
+    stop = STOPPED_BY_RUN if job.stop_is_asked(steps) else float(plan.stop_asked())
     notes = Notes(
         data.waited_s,
         compute_s,
@@ -194,7 +205,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
         data.step.check,
         session.wants_change,
         job.guard.due(attempt.step, job.comm.size),
-        *job.checkpoints.riders(attempt.step + 1, job.is_first),
+        *job.checkpoints.riders(attempt.step + steps, job.is_first, steps),
     )
     reduced = job.strategy.reduce(list(map(float, notes)))
     job.check_stream(attempt.step + 1, [Notes(*row).check for row in reduced.notes])

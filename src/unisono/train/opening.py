@@ -27,6 +27,7 @@ from unisono.comm.transport import choose, describe
 from unisono.core import events, seeds
 from unisono.core.errors import SetupError
 from unisono.core.spec import JobSpec, RunSpec, resolve_microbatches
+from unisono.data.anybody import AnybodysLoader
 from unisono.data.loading import Loader, open_loader
 from unisono.data.rounds import RoundLoader
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
@@ -34,6 +35,7 @@ from unisono.elastic.session import Session
 from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
+from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.streaming import Streaming
@@ -50,6 +52,7 @@ from unisono.train.resuming import Home, TakenUp, open_home
 from unisono.wire.certificate import Certificate
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
+_ROUND_STEPS = 16  # after which workers meet that do not wait for each other
 
 
 def open_job(context: Context, request: Request) -> Job:
@@ -64,7 +67,7 @@ def open_job(context: Context, request: Request) -> Job:
         torch.cuda.set_device(device)
     request.model.to(device)
     _move_optimizer_state(request.optimizer, device)
-    loader = _open_loader(request, spec)
+    loader = _open_loader(request, spec, context.spec.bound)
     comm, address = _open_comm(context, device)
     if isinstance(comm, MeshComm):
         context.activity.follow(comm)
@@ -79,7 +82,8 @@ def open_job(context: Context, request: Request) -> Job:
         station = context.station or Alone(spec.microbatches)
         meeting_point = str(context.place.scratch / "members") if context.place else ""
         session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
-        guard = Guard(request.model, context.spec.verify_every)
+        # Servers send the weights anew with every step, so a bit that flips in a worker's does not stay.
+        guard = Guard(request.model, 0 if isinstance(strategy, ParameterServer) else context.spec.verify_every)
         job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
         job.checkpoints = _checkpoints(job, home)
         taken = job.take_up(home) if home.found else None
@@ -143,6 +147,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         batch_norm=request.batch_norm,
         compress=context.spec.compress or "none",
         local=str(request.local) if request.local else "",
+        staleness=context.spec.staleness if context.spec.bound != 0 else "",
         parameters=numerics.count_parameters(request.model.parameters()),
     )
 
@@ -219,17 +224,20 @@ def _servers(
         f"--compress {spec.compress}": spec.compress != "none",
         f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
         f"--device {device.type}": device.type != "cpu",
+        "count": request.count is not None and context.spec.bound != 0,
     }
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
-    return ParameterServer(
+    common = (
         request.model,
         request.optimizer,
         comm,
         update,
         lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
     )
+    bound = context.spec.bound
+    return ParameterServer(*common) if bound == 0 else Asynchronous(*common, bound=bound)
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:
@@ -258,8 +266,10 @@ def _local(request: Request, local: LocalSteps) -> Callable[..., Local]:
     return partial(Local if local.fragments == 1 else Streaming, local=local)
 
 
-def _open_loader(request: Request, spec: JobSpec) -> Loader:
+def _open_loader(request: Request, spec: JobSpec, bound: int | None) -> Loader:
     loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
+    if bound != 0:
+        return AnybodysLoader(loader, request.data, _ROUND_STEPS, spec.microbatches)
     return RoundLoader(loader, request.local.h) if request.local is not None else loader
 
 

@@ -306,7 +306,7 @@ class OwnLoop:
         compute_s = time.perf_counter() - started
         session.activity.measured(compute_s, len(session.mine))
         session.activity.now("adding up the gradients")
-        stop = STOPPED_BY_RUN if self.job.stop_is_asked else 0.0
+        stop = STOPPED_BY_RUN if self.job.stop_is_asked() else 0.0
         notes = Notes(
             self._loaded.waited_s,
             compute_s + self.job.update_s,

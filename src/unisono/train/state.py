@@ -34,9 +34,9 @@ class TrainState:
         """Grows by one with every step and every end of an epoch."""
         return self.step + self.epoch
 
-    def advance(self, loss: float, samples: int, skipped: bool = False) -> None:
-        self.step += 1
-        self.step_in_epoch += 1
+    def advance(self, loss: float, samples: int, skipped: bool = False, steps: int = 1) -> None:
+        self.step += steps
+        self.step_in_epoch += steps
         self.samples += samples
         if skipped:
             self.skipped += 1
