@@ -158,12 +158,14 @@ def test_a_room_is_used_again(kind: str) -> None:
 @every_kind
 def test_an_error_in_an_answer_is_raised_where_answering_is_waited_for_and_nobody_hangs(kind: str) -> None:
     """Also not one who waits, in another thread of the server, for something that now never happens."""
-    stop = threading.Event()
+    waiting, stop = threading.Event(), threading.Event()
 
     def answer(rank: int, _: Words) -> Words:
         if rank == 0:
+            assert waiting.wait(TIMEOUT_S)
             raise ZeroDivisionError("the handler has a fault")
-        assert stop.wait(TIMEOUT_S)
+        waiting.set()
+        ends["woken"] = stop.wait(TIMEOUT_S)
         raise PeerLost("nobody will answer this")
 
     def work(comm: Comm) -> None:
@@ -180,7 +182,7 @@ def test_an_error_in_an_answer_is_raised_where_answering_is_waited_for_and_nobod
     ends: dict[str, bool] = {}
     with pytest.raises(ZeroDivisionError, match="the handler has a fault"):
         together(kind, 3, work, timeout_s=TIMEOUT_S)
-    assert ends == {"server": True, "client 0": True, "client 1": True}
+    assert ends == {"woken": True, "server": True, "client 0": True, "client 1": True}
 
 
 @every_kind

@@ -185,6 +185,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "fragments": None,
         "servers": None,
         "staleness": "",
+        "copies": None,
         "plaintext": False,
     }
 

@@ -169,6 +169,10 @@ def run(
         str | None,
         typer.Option(help="With --strategy ps: steps that workers may be apart: 0 (default), more, or inf."),
     ] = None,
+    copies: Annotated[
+        int | None,
+        typer.Option(help="With --strategy ps: servers that hold each slice (default 1).", metavar="N"),
+    ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
@@ -212,7 +216,7 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
-        "servers": servers, "staleness": staleness,
+        "servers": servers, "staleness": staleness, "copies": copies,
         "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}

@@ -24,7 +24,7 @@ from unisono.core.interval import parse_interval
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -99,6 +99,7 @@ class RunSpec(BaseModel):
     fragments: int | None = Field(default=None, ge=1)
     servers: int | None = Field(default=None, ge=0)
     staleness: str = ""
+    copies: int | None = Field(default=None, ge=1)
     plaintext: bool = False
 
     @property
@@ -113,9 +114,11 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        given = [name for name in ("servers", "staleness") if getattr(self, name) not in (None, "")]
+        given = [name for name in ("servers", "staleness", "copies") if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
+        if (self.copies or 1) > max(1, self.serving):
+            raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
         return self
 
     @field_validator("staleness", mode="before")

@@ -10,34 +10,30 @@ goes on, and no piece counts twice or not at all. Called by the loop through `St
 
 from __future__ import annotations
 
-import contextlib
 import math
-import struct
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.asking import Answering, Asker, Room, Words
+from unisono.comm.asking import Asker, Room, Words
 from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.sharing import empty_for
 from unisono.comm.tree import Landing
-from unisono.core.errors import NonFiniteLoss, PeerLost, SetupError
+from unisono.core.errors import NonFiniteLoss, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.gradients import Assignment, Gradients
+from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Owner, Tallies, bits, length_of, spans
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
-_TAKE, _PUSH, _PULL, _PIECE, _OVER, _WEIGHTS = range(6)
 _SEEN_TAG = (1 << 25) + 8
-_LOOK_S = 0.2
 
 
 class Asynchronous(ParameterServer):
@@ -47,23 +43,21 @@ class Asynchronous(ParameterServer):
         super().__init__(*arguments, **keywords)
         self.bound = bound
         _refuse_mixed(self.model)
-        self.delays: Counter[int] = Counter()  # updates that were made between a worker's pull and its push, here
-        self.leads: Counter[int] = Counter()  # steps that pieces were ahead of the oldest, where the clock is
-        self._lock, self._tick = threading.Lock(), threading.Condition()
-        self._answering: Answering | None = None
-        self._clock: Clock | None = None
+        self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
+        self.tallies = Tallies()
+        self._owner: Owner | None = None  # while a round is on
         self._finished: Seen = {}
         self._ranges: list[range] = []
         self._round = -1  # whose pieces the slices have seen
-        self._updates = 0  # that were made here
         self._outgoing: dict[int, Tensor] = {}  # by owner
-        self._weights_for: dict[int, Tensor] = {}  # by worker
 
     # --- membership
 
     def configure(self, membership: Membership | None) -> None:
         if membership is None:
-            self._stop_answering()
+            if self._owner is not None:
+                self._owner.stop()
+            self._owner = None
         super().configure(membership)
         if membership is not None:
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
@@ -76,18 +70,6 @@ class Asynchronous(ParameterServer):
 
     def steps_in(self, turns: int) -> int:
         return turns
-
-    def _stop_answering(self) -> None:
-        if self._answering is not None:
-            self._answering.stopped.set()
-            self._wake()
-            with contextlib.suppress(Exception):  # it ends with the generation
-                self._answering.wait()
-            self._answering = None
-
-    def _wake(self) -> None:
-        with self._tick:
-            self._tick.notify_all()
 
     def _ask_what_was_seen(self, membership: Membership) -> None:
         """A round that was broken off goes on with the pieces that some owner has not seen."""
@@ -119,15 +101,12 @@ class Asynchronous(ParameterServer):
         """The microbatches to compute, as the clock hands them out, and the turn of each."""
         owners = self._membership.owners
         self._asker = Asker(self.comm)
-        if self.comm.rank == owners[0]:
-            self._clock = Clock(turns, self._ranges, self.bound, {Piece(*piece) for piece in self._finished})
         if self.comm.rank in owners:
-            askers = [rank for rank in self._membership.workers if rank != self.comm.rank]
-            self._answering = Answering(self.comm, askers, self._answer, self._wake)
+            self._owner = self._own(turns)
         if not len(mine):
             return
-        if self._finished:
-            self._fetch(_PULL)
+        if min(self._known.values()) < 0:
+            self._fetch(PULL)
         last: Piece | None = None
         while (piece := self._next_piece(last)) is not None:
             self._begin_piece(piece)
@@ -136,9 +115,18 @@ class Asynchronous(ParameterServer):
             self._push(piece)
             last = piece
 
+    def _own(self, turns: int) -> Owner:
+        gradients = self._gradients
+        assert gradients is not None
+        clock = None
+        if self.comm.rank == self._membership.owners[0]:
+            clock = Clock(turns, self._ranges, self.bound, {Piece(*piece) for piece in self._finished})
+        kind = self._buckets(gradients)[0]
+        return Owner(self.comm, self._membership, self._held, gradients.layout, kind, self.tallies, clock, self.copies)
+
     def _next_piece(self, finished: Piece | None) -> Piece | None:
-        words = self._ask(self._membership.owners[0], Words(_TAKE, finished or ()))
-        return Piece(*words.numbers) if words.what == _PIECE else None
+        words = self._ask(self._membership.owners[0], Words(TAKE, finished or ()))
+        return Piece(*words.numbers) if words.what == PIECE else None
 
     def _begin_piece(self, piece: Piece) -> None:
         assert self._gradients is not None
@@ -177,7 +165,7 @@ class Asynchronous(ParameterServer):
         gradients.publish(gradients.used)
         self.before_update()
         loss = self._loss / self._share if self._share else 0.0
-        self._fetch(_PUSH, (*piece, _bits(self._share), _bits(loss)), gradients)
+        self._fetch(PUSH, (*piece, bits(self._share), bits(loss)), gradients)
 
     @torch.no_grad()
     def _fetch(self, what: int, numbers: Sequence[int] = (), pushed: Gradients | None = None) -> None:
@@ -195,7 +183,7 @@ class Asynchronous(ParameterServer):
             self._known[rank] = answer.numbers[0]
             if answer.vectors:
                 changed = True
-                self._unpack(rank, answer.vectors[0], self._buckets(gradients))
+                self._unpack(rank, answer.vectors[0], gradients)
         if changed:
             for position, parameter in enumerate(gradients.parameters):
                 parameter.copy_(gradients.view(position))
@@ -205,100 +193,25 @@ class Asynchronous(ParameterServer):
 
     def _begin_asking(self, rank: int, words: Words) -> Callable[[], Words]:
         if rank == self.comm.rank:
-            return lambda: self._answer(rank, words)
+            assert self._owner is not None
+            return partial(self._owner.answer, rank, words)
         return self._asker.ask(rank, words, self._rooms[rank]).wait
 
-    # --- where an owner's slices lie in one vector
-
-    def _spans(self, rank: int, gradients: Gradients) -> list[tuple[int, slice, slice]]:
-        """Bucket, its slice, and where that lies in the vector of this owner."""
-        counts = gradients.layout.bucket_elements
-        parts = [self._owned.owned(count)[rank] for count in counts]
-        ends = [*accumulate(part.stop - part.start for part in parts)]
-        return [
-            (bucket, part, slice(end - (part.stop - part.start), end))
-            for bucket, (part, end) in enumerate(zip(parts, ends, strict=True))
-        ]
-
     def _packed(self, rank: int, gradients: Gradients) -> Tensor:
-        spans, buckets = self._spans(rank, gradients), self._buckets(gradients)
-        length = spans[-1][2].stop
+        """Our gradient of an owner's slices, in one vector."""
+        found, buckets = spans(gradients.layout, self._membership, rank), self._buckets(gradients)
         room = self._outgoing.get(rank)
-        if room is None or room.numel() != length:
-            room = self._outgoing[rank] = empty_for(self.comm, length, buckets[0].dtype, buckets[0].device)
-        for bucket, part, place in spans:
-            room[place] = buckets[bucket][part]
+        if room is None or room.numel() != length_of(found):
+            kind = buckets[0]
+            room = self._outgoing[rank] = empty_for(self.comm, length_of(found), kind.dtype, kind.device)
+        for span in found:
+            room[span.here] = buckets[span.place[0]][span.inside]
         return room
 
-    def _unpack(self, rank: int, vector: Tensor, buckets: Sequence[Tensor]) -> None:
-        assert self._gradients is not None
-        for bucket, part, place in self._spans(rank, self._gradients):
-            buckets[bucket][part] = vector[place]
-
-    # --- what an owner does
-
-    def _answer(self, rank: int, question: Words) -> Words:
-        if question.what == _TAKE:
-            return self._hand_out(rank, question.numbers)
-        known, *rest = question.numbers
-        with self._lock:
-            if question.what == _PUSH:
-                self._see(Piece(*rest[:3]), _number(rest[3]), _number(rest[4]), question.vectors, known)
-            return self._fresh(rank, known)
-
-    def _hand_out(self, rank: int, finished: Sequence[int]) -> Words:
-        clock = self._clock
-        assert clock is not None
-        with self._tick:
-            if finished:
-                clock.finish(Piece(*finished))
-                self._tick.notify_all()
-            while True:
-                piece = clock.take(rank)
-                if piece is not None:
-                    return Words(_PIECE, piece)
-                if clock.is_over:
-                    return Words(_OVER)
-                self._tick.wait(_LOOK_S)
-                if self._answering is not None and self._answering.stopped.is_set():
-                    raise PeerLost("the round was broken off")
-
-    @torch.no_grad()
-    def _see(self, piece: Piece, share: float, loss: float, vectors: Sequence[Tensor], known: int) -> None:
-        gradients = self._gradients
-        assert gradients is not None
-        gradient, used = vectors[0], [bool(flag) for flag in vectors[1].tolist()]
-        spans = {bucket: (part, place) for bucket, part, place in self._spans(self.comm.rank, gradients)}
-        for (bucket, _, _), held in self._held.items():
-            part, place = spans[bucket]
-            for one in held:
-                if piece in one.seen:
-                    continue
-                first = place.start + one.start - part.start
-                if share:
-                    one.step(gradient[first : first + one.stop - one.start], used, share)
-                one.seen[piece] = loss
-        self.delays[self._updates - known if known >= 0 else 0] += 1
-        self._updates += 1
-
-    def _fresh(self, rank: int, known: int) -> Words:
-        """Our weights for this worker, unless it has them."""
-        gradients = self._gradients
-        assert gradients is not None
-        if known == self._updates:
-            return Words(_WEIGHTS, (known,))
-        spans = self._spans(self.comm.rank, gradients)
-        length = spans[-1][2].stop
-        room = self._weights_for.get(rank)
-        if room is None or room.numel() != length:
-            kind = self._buckets(gradients)[0]
-            room = self._weights_for[rank] = empty_for(self.comm, length, kind.dtype, kind.device)
-        for (bucket, start, _), held in self._held.items():
-            _, _, place = spans[bucket]
-            for one in held:
-                first = place.start + one.start - start
-                room[first : first + one.stop - one.start] = one.weights
-        return Words(_WEIGHTS, (self._updates,), [room])
+    def _unpack(self, rank: int, vector: Tensor, gradients: Gradients) -> None:
+        buckets = self._buckets(gradients)
+        for span in spans(gradients.layout, self._membership, rank):
+            buckets[span.place[0]][span.inside] = vector[span.here]
 
     # --- the end of a round
 
@@ -307,14 +220,21 @@ class Asynchronous(ParameterServer):
         if len(self._assignment.mine):
             self._asker.farewell([rank for rank in owners if rank != self.comm.rank])
             self._buffers.end_microbatch(1.0 / len(self._membership.workers), Landing(level=0, merges=0))
-        if self._answering is not None:
-            self._answering.wait()
-            self._answering = None
+        if self._owner is not None:
+            self._owner.finish()
+            self._owner = None
         return super(ParameterServer, self).reduce(notes)
 
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
         total, count = len(self._weights), len(gradients.names)
-        row = [*self._mean_losses(total), *gradients.used, *self._buffers.changed(), self._updates, blocked_s, *notes]
+        row = [
+            *self._mean_losses(total),
+            *gradients.used,
+            *self._buffers.changed(),
+            self.tallies.updates,
+            blocked_s,
+            *notes,
+        ]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
         _, second, third = accumulate([total, count, len(self._buffers)])
         self._changed = [any(row[i] for row in rows) for i in range(second, third)]
@@ -325,9 +245,6 @@ class Asynchronous(ParameterServer):
                 cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
                 do="let the loss come from the model's output, and leave something unfrozen",
             )
-        if self._clock is not None:
-            self.leads += self._clock.leads
-            self._clock = None
         return Reduced(
             losses=tuple(rows[self._membership.owners[0]][:total]),
             weights=self._weights,
@@ -366,14 +283,6 @@ def _refuse_mixed(model: nn.Module) -> None:
             f"a model of {' and '.join(kinds)} cannot be trained with staleness yet",
             do="use one dtype for all that is trained, or --staleness 0",
         )
-
-
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _flags(values: Sequence[bool]) -> Tensor:

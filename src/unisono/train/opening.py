@@ -236,8 +236,10 @@ def _servers(
         update,
         lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
     )
-    bound = context.spec.bound
-    return ParameterServer(*common) if bound == 0 else Asynchronous(*common, bound=bound)
+    bound, copies = context.spec.bound, context.spec.copies or 1
+    if bound == 0:
+        return ParameterServer(*common, copies=copies)
+    return Asynchronous(*common, copies=copies, bound=bound)
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:

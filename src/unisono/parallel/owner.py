@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the owner of slices does in a round of workers that do not wait for each other: hand out, update, give weights.
+
+One `Owner` is made for every round. It answers each worker in a thread of its own; updates are made one at a time, in
+the order of arrival. Where a slice has a second owner, it gets every update from the first, in the same order, before
+the worker hears that it was made: so no update that a worker knows of is lost with one owner. Called by
+`asynchronous`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from unisono.comm.asking import Answering, Asker, Room, Words
+from unisono.comm.reducers.owned import shared_out
+from unisono.comm.seam import Comm
+from unisono.comm.sharing import empty_for
+from unisono.core.errors import PeerLost
+from unisono.core.membership import Membership
+from unisono.parallel.clock import Clock, Piece
+from unisono.parallel.layout import Layout
+from unisono.parallel.slice_optimizer import SliceOptimizer
+
+TAKE, PUSH, PULL, COPY, PIECE, OVER, WEIGHTS = range(7)
+
+Place = tuple[int, int, int]  # bucket, first element, last element + 1
+Held = Mapping[Place, Sequence[SliceOptimizer]]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a slice of a bucket lies in the one vector of all slices of an owner."""
+
+    place: Place
+    first: int
+
+    @property
+    def inside(self) -> slice:
+        return slice(self.place[1], self.place[2])
+
+    @property
+    def here(self) -> slice:
+        return slice(self.first, self.first + self.place[2] - self.place[1])
+
+
+def spans(layout: Layout, membership: Membership, rank: int) -> list[Span]:
+    """Of the slices of which this rank is the first owner."""
+    parts = [shared_out(count, membership)[rank] for count in layout.bucket_elements]
+    ends = [0, *accumulate(part.stop - part.start for part in parts)]
+    return [
+        Span((bucket, part.start, part.stop), end)
+        for bucket, (part, end) in enumerate(zip(parts, ends, strict=False))
+        if part.stop > part.start
+    ]
+
+
+def length_of(found: Sequence[Span]) -> int:
+    return found[-1].here.stop if found else 0
+
+
+@dataclass
+class Tallies:
+    """What an owner counts, from round to round."""
+
+    updates: int = 0  # that were made here
+    delays: Counter[int] = field(default_factory=Counter)  # updates made between a worker's pull and its push
+    leads: Counter[int] = field(default_factory=Counter)  # steps that a piece was ahead of the oldest, if we kept time
+    rooms: dict[int, Tensor] = field(default_factory=dict)  # by worker: the weights on their way to it
+
+
+class Owner:
+    def __init__(
+        self,
+        comm: Comm,
+        membership: Membership,
+        held: Held,
+        layout: Layout,
+        kind: Tensor,
+        tallies: Tallies,
+        clock: Clock | None,
+        copies: int,
+    ) -> None:
+        """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights."""
+        self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
+        self._spans, self._is_broken = spans(layout, membership, comm.rank), False
+        self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
+        owners = [*membership.owners]
+        at = owners.index(comm.rank)
+        self._copies: dict[int, list[Span]] = {}  # of which further owners they are: whose updates come from whom
+        self._next: list[int] = []
+        for copy in range(1, min(copies, len(owners))):
+            before = owners[(at - copy) % len(owners)]
+            self._copies[before] = spans(layout, membership, before)
+            self._next.append(owners[(at + copy) % len(owners)])
+        self._asker, self._room = Asker(comm), Room()
+        workers = [rank for rank in membership.workers if rank != comm.rank]
+        self._of_owners = Answering(comm, [*self._copies], self._copy, self._break)
+        self._of_workers = Answering(comm, workers, self.answer, self._break)
+
+    def finish(self) -> None:
+        """When all workers have said farewell. Raises `PeerLost`."""
+        self._of_workers.wait()
+        self._asker.farewell(self._next)
+        self._of_owners.wait()
+        if self._clock is not None:
+            self._tallies.leads += self._clock.leads
+
+    def stop(self) -> None:
+        """The generation is over, and with it the round."""
+        self._break()
+        for answering in (self._of_workers, self._of_owners):
+            with contextlib.suppress(Exception):  # of a generation that is over
+                answering.wait()
+
+    def _break(self) -> None:
+        with self._tick:
+            self._is_broken = True
+            self._tick.notify_all()
+
+    def answer(self, rank: int, question: Words) -> Words:
+        if question.what == TAKE:
+            return self._hand_out(rank, question.numbers)
+        known, *rest = question.numbers
+        with self._lock:
+            if question.what == PUSH:
+                self._see(self._spans, rest, question.vectors)
+                words = Words(COPY, tuple(rest), question.vectors)
+                for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
+                    pending.wait()
+                self._tallies.delays[self._tallies.updates - known if known >= 0 else 0] += 1
+                self._tallies.updates += 1
+            return self._fresh(rank, known)
+
+    def _copy(self, rank: int, question: Words) -> Words:
+        with self._copying:
+            self._see(self._copies[rank], question.numbers, question.vectors)
+        return Words(COPY)
+
+    def _hand_out(self, rank: int, finished: Sequence[int]) -> Words:
+        assert self._clock is not None
+        with self._tick:
+            if finished:
+                self._clock.finish(Piece(*finished))
+                self._tick.notify_all()
+            while True:
+                piece = self._clock.take(rank)
+                if piece is not None:
+                    return Words(PIECE, piece)
+                if self._clock.is_over:
+                    return Words(OVER)
+                if self._is_broken:
+                    raise PeerLost("the round was broken off")
+                self._tick.wait()
+
+    @torch.no_grad()
+    def _see(self, found: Sequence[Span], numbers: Sequence[int], vectors: Sequence[Tensor]) -> None:
+        """Make the update of a piece on those slices that have not seen it."""
+        piece, share, loss = Piece(*numbers[:3]), number(numbers[3]), number(numbers[4])
+        gradient, used = vectors[0], [bool(flag) for flag in vectors[1].tolist()]
+        for span in found:
+            for one in self._held[span.place]:
+                if piece in one.seen:
+                    continue
+                first = span.first + one.start - span.place[1]
+                if share:
+                    one.step(gradient[first : first + one.stop - one.start], used, share)
+                one.seen[piece] = loss
+
+    def _fresh(self, rank: int, known: int) -> Words:
+        """Our weights for this worker, unless it has them."""
+        tallies, length = self._tallies, length_of(self._spans)
+        if known == tallies.updates:
+            return Words(WEIGHTS, (known,))
+        room = tallies.rooms.get(rank)
+        if room is None or room.numel() != length:
+            room = tallies.rooms[rank] = empty_for(self._comm, length, self._kind.dtype, self._kind.device)
+        for span in self._spans:
+            for one in self._held[span.place]:
+                first = span.first + one.start - span.place[1]
+                room[first : first + one.stop - one.start] = one.weights
+        return Words(WEIGHTS, (tallies.updates,), [room])
+
+
+def bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def number(of_bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", of_bits))[0])

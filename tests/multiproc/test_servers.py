@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter servers on real processes: the bits of all-reduce at staleness 0, a good result with any other staleness.
+
+Also: checkpoints that either strategy takes up from the other, and what is said to those who ask for what cannot be.
+What happens when processes die is in chaos/test_servers_chaos.py.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from multiproc.running import Finished, run_command, run_python, run_unisono
+from multiproc.scripts import SMALL
+from unisono.core import events
+
+MODELS = Path(__file__).with_name("train_model.py")
+SERVERS = ("--strategy", "ps")
+ASKED = ("--microbatches", "4")
+
+# Everything that a slice must keep up with: groups with settings of their own, a layer that thaws in the middle, one
+# that is never used, a schedule, a clipped norm; 77 samples in batches of 8 leave 5 for the last batch of an epoch.
+SCRIPT = """
+import torch
+from torch import nn
+
+import unisono
+
+torch.manual_seed(1)
+inputs = torch.randn(77, 6)
+DATA = torch.utils.data.TensorDataset(inputs, (inputs[:, 0] * inputs[:, 1] > 0).long())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(6, 12), nn.Linear(12, 2), nn.Linear(3, 3)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.last(self.drop(self.first(x).tanh()))
+
+
+class Thaw(unisono.Callback):
+    def on_start(self, trainer):
+        self.layer, self.seen = trainer.model.first, 0
+        self.layer.requires_grad_(False)
+
+    def on_step(self, info):
+        self.seen += 1
+        if self.seen == 7:
+            self.layer.requires_grad_(True)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+torch.manual_seed(2)
+model = Net()
+groups = [{"params": [*model.first.parameters(), *model.unused.parameters()]},
+          {"params": model.last.parameters(), "weight_decay": 0.1, "lr": 0.01}]
+optimizer = torch.optim.AdamW(groups, lr=0.02)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
+unisono.Trainer(
+    model, optimizer, loss=nn.functional.cross_entropy, data=DATA, batch_size=8, epochs=3, eval_data=DATA,
+    schedule=schedule, clip=unisono.Clip(norm=0.5), callbacks=[Thaw()],
+).fit()
+"""
+
+# Four clouds of points that a small network tells apart, in 120 steps; uneven last batches.
+CLOUDS = """
+import torch
+from torch import nn
+
+import unisono
+
+torch.manual_seed(3)
+targets = torch.arange(330) % 4
+points = torch.randn(330, 8) * 0.5 + torch.nn.functional.one_hot(targets, 8) * 2
+DATA = torch.utils.data.TensorDataset(points, targets)
+torch.manual_seed(4)
+model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+unisono.Trainer(
+    model, optimizer, loss=nn.functional.cross_entropy, data=DATA, batch_size=32, epochs=11, eval_data=DATA
+).fit()
+"""
+
+
+def losses(finished: Finished) -> list[float]:
+    return [event.loss for event in finished.events_of(events.StepFinished)]
+
+
+def outcome(finished: Finished) -> tuple[str, list[float], dict[str, float]]:
+    assert finished.result is not None
+    return finished.weights_sha256, losses(finished), finished.result["metrics"]
+
+
+# --- staleness 0
+
+
+@pytest.mark.parametrize(
+    ("model", "counts"), [("cnn", ((2, 1), (3, 2))), ("lm", ((1, 2), (2, 0))), ("lstm", ((3, 1),)), ("mlp", ((1, 0),))]
+)
+def test_without_staleness_servers_give_the_bits_of_all_reduce(
+    model: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
+) -> None:
+    """By hash, by every step's loss, by the evaluation."""
+    expected = outcome(run_unisono(MODELS, tmp_path, *ASKED, workers=2, script_args=(model,)))
+    for workers, servers in counts:
+        asked = (*ASKED, *SERVERS, "--servers", str(servers))
+        finished = run_unisono(MODELS, tmp_path, *asked, workers=workers, script_args=(model,))
+        assert outcome(finished) == expected, f"{workers} workers, {servers} servers"
+        (formed,) = finished.events_of(events.MembershipChanged)
+        assert len(formed.members) == workers + servers
+
+
+@pytest.mark.parametrize("servers", [0, 2])
+def test_slices_keep_up_with_layers_that_thaw_groups_schedules_and_clipping(servers: int, tmp_path: Path) -> None:
+    expected = outcome(run_unisono(SCRIPT, tmp_path, *ASKED, workers=1))
+    finished = run_unisono(SCRIPT, tmp_path, *ASKED, *SERVERS, "--servers", str(servers), workers=2)
+    assert outcome(finished) == expected
+
+
+def test_one_process_alone_is_its_own_server(tmp_path: Path) -> None:
+    environment = {"UNISONO_MICROBATCHES": "4"}
+    expected = outcome(run_python(SCRIPT, tmp_path, env=environment))
+    assert outcome(run_python(SCRIPT, tmp_path, env=environment | {"UNISONO_STRATEGY": "ps"})) == expected
+    loose = run_python(CLOUDS, tmp_path, env=environment | {"UNISONO_STRATEGY": "ps", "UNISONO_STALENESS": "inf"})
+    assert_learnt(loose, {"loss": 0.0})
+
+
+# --- staleness
+
+
+def assert_learnt(finished: Finished, reference: dict[str, float]) -> None:
+    """All steps, every sample once an epoch, a finite loss all along, and in the end one like that of `reference`."""
+    steps = finished.events_of(events.StepFinished)
+    assert (steps[-1].step, steps[-1].samples) == (121, 330 * 11)
+    assert all(math.isfinite(step.loss) for step in steps)
+    assert finished.result is not None
+    assert finished.result["steps"] == 121
+    assert finished.result["metrics"]["loss"] < reference["loss"] + 0.05
+    assert steps[0].loss > 0.5, "the test's task is too easy to tell anything"
+
+
+@pytest.mark.parametrize(("staleness", "workers", "servers"), [("2", 3, 1), ("inf", 2, 2), ("inf", 3, 0)])
+def test_with_staleness_the_loss_is_near_the_synchronous_one(
+    staleness: str, workers: int, servers: int, tmp_path: Path
+) -> None:
+    together = run_unisono(CLOUDS, tmp_path, *ASKED, workers=1)
+    assert together.result is not None
+    assert together.result["metrics"]["loss"] < 0.1
+    asked = (*ASKED, *SERVERS, "--servers", str(servers), "--staleness", staleness)
+    finished = run_unisono(CLOUDS, tmp_path, *asked, workers=workers)
+    assert_learnt(finished, together.result["metrics"])
+
+
+# --- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((*SERVERS, "--servers", "2"), ("--strategy", "allreduce")),
+        (("--strategy", "allreduce"), (*SERVERS, "--servers", "2")),
+        ((*SERVERS, "--servers", "0"), (*SERVERS, "--servers", "1")),
+    ],
+    ids=["servers, then all-reduce", "all-reduce, then servers", "workers serve, then a server"],
+)
+def test_a_checkpoint_of_one_strategy_is_taken_up_by_the_other(
+    first: tuple[str, ...], then: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Stopped in the middle of an epoch, with momentum, a schedule and a thawed layer on the way."""
+    expected = run_unisono(SCRIPT, tmp_path, *ASKED, workers=1)
+    named = (*ASKED, "--name", "r")
+    stopped = run_unisono(SCRIPT, tmp_path, *named, *first, "--stop-after", "13", workers=2)
+    assert losses(stopped) == losses(expected)[:13]
+    resumed = run_unisono(SCRIPT, tmp_path, *named, *then, workers=2)
+    assert [event.step for event in resumed.events_of(events.Resumed)] == [13]
+    assert losses(resumed) == losses(expected)
+    assert resumed.weights_sha256 == expected.weights_sha256
+
+
+def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(tmp_path: Path) -> None:
+    """The bound decides the bits, so going on with another one is asked for by name."""
+    named = (*ASKED, "--name", "r", *SERVERS)
+    run_unisono(CLOUDS, tmp_path, *named, "--staleness", "inf", "--stop-after", "50", workers=2)
+    refused = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", workers=2, expect=None)
+    assert refused.exit_code != 0
+    assert "staleness" in refused.output
+    resumed = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", "--resume", "force", workers=2)
+    assert [event.step for event in resumed.events_of(events.Resumed)] == [50]
+    assert_learnt(resumed, {"loss": 0.05})
+
+
+def test_an_asynchronous_run_stops_after_the_step_it_was_told(tmp_path: Path) -> None:
+    asked = (*ASKED, *SERVERS, "--staleness", "2", "--stop-after", "23")
+    finished = run_unisono(CLOUDS, tmp_path, *asked, workers=2)
+    assert finished.result is not None
+    assert finished.result["steps"] == 23
+
+
+# --- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--servers", "1"), ["servers", "--strategy ps"]),
+        (("--staleness", "2"), ["staleness", "--strategy ps"]),
+        (("--strategy", "local", "--servers", "1"), ["servers", "--strategy ps"]),
+        ((*SERVERS, "--staleness", "x"), ["staleness", "number of steps", "inf"]),
+        ((*SERVERS, "--staleness", "-1"), ["staleness", "number of steps", "inf"]),
+        ((*SERVERS, "--servers", "-1"), ["servers = -1"]),
+        ((*SERVERS, "--servers", "x"), ["--servers", "integer"]),
+        (("--strategy", "pss"), ["strategy", "'ps'"]),
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_is_refused_before_anything_starts(
+    options: tuple[str, ...], says: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(SMALL + "fit()\n")
+    finished = run_command(tmp_path, "run", "train.py", *options, expect=2)
+    for text in ("UNI-1001", *says):
+        assert text in finished.output, finished.output
+    assert "Traceback" not in finished.output
+    assert not (tmp_path / "runs").exists()
+
+
+OWN_LOOP = """
+loader = torch.utils.data.DataLoader(DATA, batch_size=8)
+model = nn.Linear(4, 2)
+unisono.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        ("fit(optimizer=torch.optim.LBFGS)", (), ["LBFGS cannot run on parameter servers", "several times a step"]),
+        ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "element by element"]),
+        (OWN_LOOP, (), ["--strategy ps and a loop of one's own"]),
+        ("fit()", ("--compress", "fp16"), ["--strategy ps and --compress fp16"]),
+        ("fit()", ("--local-steps", "4"), ["--local-steps cannot take effect", "--strategy local"]),
+        ("fit(local=unisono.LocalSteps(h=4))", ("--local-steps", "4"), ["--local-steps cannot take effect"]),
+        ("fit(data=unisono.Data(DATA, loader_processes=1))", ("--staleness", "inf"), ["loader_processes=1", "staleness"]),
+    ],
+    ids=["LBFGS", "Adafactor", "own loop", "compressed", "local steps", "both", "loader processes"],
+)  # fmt: skip
+def test_a_script_that_servers_cannot_run_ends_with_the_reason(
+    text: str, options: tuple[str, ...], says: list[str], tmp_path: Path
+) -> None:
+    finished = run_unisono(SMALL + text + "\n", tmp_path, *SERVERS, *options, workers=1, expect=None)
+    assert finished.exit_code not in (0, 1), finished.output
+    for words in says:
+        assert words in finished.output, finished.output
+    assert finished.output.count("UNI-") == 1, finished.output
+    assert "Traceback" not in finished.output
