@@ -48,6 +48,7 @@ SLOWER = 5.0
 STALENESS = {"synchronous": "0", "bounded": "4", "asynchronous": "inf"}
 SYSTEMS = {"unisono": "Unisono", "rpc": "RPC", "ray": "Ray"}
 PEERS = ("rpc", "ray")
+COUNTED = ("unisono", "rpc")  # Ray's processes leave their parents, so their time looks like somebody else's
 QUICK_PUSHES = 96  # Unisono tells of asynchronous steps 16 at a time, and two tellings are needed
 ALONE_PUSHES = 32
 WARMUP = 0.2  # of a run's pushes
@@ -141,8 +142,8 @@ def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) 
                     note(f"{where}: FAILED, {error}")
                     continue
                 runs[mode][system].append(result)
-                rate, busy = result["pushes_per_s"] / case.workers, result["elsewhere"]
-                note(f"{where}: {rate:.2f} steps/s, loss {result['loss']:.3f}, machine {busy:.0%} busy elsewhere")
+                busy = f", machine {result['elsewhere']:.0%} busy elsewhere" if system in COUNTED else ""
+                note(f"{where}: {result['pushes_per_s'] / case.workers:.2f} steps/s, loss {result['loss']:.3f}{busy}")
     return {"case": asdict(case), "runs": runs, "failures": failures, "summary": summarise(case, runs)}
 
 
@@ -249,27 +250,27 @@ def goals(speed: Sequence[Entry]) -> list[str]:
 def report(
     where: Entry, speed: Sequence[Entry], slow: Sequence[Entry], alone_s: dict[str, float], options: argparse.Namespace
 ) -> str:
-    ray = options.ray_version or "not installed"
+    as_documented = "actors for the server and the workers, as in Ray's documentation"
+    ray = f"{options.ray_version}, {as_documented}" if options.ray_version else "not installed"
     sizes = [
         f"- {model}: {WORKS[model].parameter_bytes() / 1e6:.1f} MB of parameters, {WORKS[model].piece} samples a push, "
         f"SGD; computing alone takes one core {seconds * 1e3:.1f} ms a push"
         for model, seconds in alone_s.items()
     ]
-    results = [
-        one for entry in (*speed, *slow) for each in entry["runs"].values() for some in each.values() for one in some
-    ]
-    busy = [one["elsewhere"] for one in results]
+    runs = [by_system for entry in (*speed, *slow) for by_system in entry["runs"].values()]
+    busy = [one["elsewhere"] for by_system in runs for system in COUNTED for one in by_system.get(system, ())]
     lines = [
         f"# Parameter servers, {where['date'][:10]}",
         "",
         describe_setting(where),
-        "- peers: RPC: torch.distributed.rpc on TensorPipe, push and pull in one call, gradients added up under a lock "
-        f"(as in PyTorch's tutorials). Ray: {ray}, actors for server and workers (as in Ray's documentation)",
+        "- RPC: torch.distributed.rpc on TensorPipe, push and pull in one call, gradients added up under a lock, as in "
+        "PyTorch's tutorials",
+        f"- Ray: {ray}",
         *sizes,
         f"- method: {options.rounds} rounds, taking turns; medians; without the first {WARMUP:.0%} of a run's pushes",
         f"- other programs used {median(busy):.0%} of the machine meanwhile, {max(busy):.0%} in the worst run"
         if busy
-        else "- no run finished",
+        else "- how busy the machine was with other programs is not known",
     ]
     if speed:
         lines += ["", table(SPEED_HEADER, [row for entry in speed for row in speed_rows(entry)])]

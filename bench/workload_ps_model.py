@@ -24,7 +24,7 @@ from torch.nn import functional
 from models import DATA_SEED, Decoder, DecoderShape, DigitNet, token_loss
 
 EVALUATED = 512  # samples that nobody trains on
-SIGNAL = 0.15  # of a picture's pattern, in noise of size 1: a task that is learnt, and not at once
+SIGNAL = 0.3  # of a picture's pattern, in noise of size 1: a task that is learnt, and not at once
 
 
 def mlp() -> nn.Module:
@@ -77,8 +77,8 @@ class Work:
 
 
 WORKS = {
-    "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.05, 192),
-    "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.05, 384),
+    "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.1, 192),
+    "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.1, 384),
     "decoder": Work(Decoder, token_loss, ladders, 2, 0.1, 128),
 }
 

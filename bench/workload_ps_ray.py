@@ -12,7 +12,10 @@ pickle. Brings its own local cluster. Started by ps.py; measures nothing itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from workload_ps_model import WORKS, Replica, final_loss, parser_of_options, sha
 
 AHEAD = 10  # steps that are asked for before the first of them is done
 OBJECT_STORE_BYTES = 3 << 30
+LEAVE_S = 20.0
 
 Arrays = list[np.ndarray[Any, Any]]
 
@@ -128,6 +132,23 @@ def train(options: argparse.Namespace) -> None:
     write_result(options.out, ray.get(servers[0].when.remote()), final_loss(WORKS[options.model], parameters))
 
 
+def family() -> list[int]:
+    """The living processes that this one started, and those that they started."""
+    found = [os.getpid()]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                found += map(int, children.read_text().split())
+    return found[1:]
+
+
+def await_end(processes: list[int]) -> None:
+    """Ray's own processes end a while after `shutdown` has returned."""
+    deadline_s = time.monotonic() + LEAVE_S
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in processes) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
 def main() -> None:
     options = parser_of_options().parse_args()
     torch.set_num_threads(1)
@@ -140,7 +161,9 @@ def main() -> None:
         _temp_dir=str(options.out.resolve()),
     )
     train(options)
+    processes = family()
     ray.shutdown()
+    await_end(processes)
 
 
 if __name__ == "__main__":

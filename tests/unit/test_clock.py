@@ -154,5 +154,5 @@ def test_a_round_of_which_everything_is_finished_is_over_at_once() -> None:
 
 
 def test_ranges_of_different_length_are_pieces_of_different_length() -> None:
-    clock = Clock(1, [range(0, 3), range(3, 4)])
+    clock = Clock(1, [range(3), range(3, 4)])
     assert [clock.take(0), clock.take(1)] == [Piece(0, 0, 3), Piece(0, 3, 4)]

@@ -20,6 +20,7 @@ EXIT_CODES: dict[int, str] = {
     13: "workers that must agree did not (data, weights)",
     20: "a worker process was lost (killed, crashed, out of memory, hung), and the run could not go on without it",
     21: "this host could not join the run",
+    22: "a parameter server was lost with what only it had, and there was no checkpoint to go back to",
     30: "the run directory cannot be written",
     31: "the place of the checkpoints cannot be written or read",
     32: "a checkpoint or receipt is damaged or incomplete, does not fit this training, or needs another key",

@@ -30,6 +30,7 @@ from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Owner, Tallies, bits, length_of, spans
 from unisono.parallel.server import ParameterServer
+from unisono.parallel.slice_optimizer import pace_of
 from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
@@ -44,7 +45,7 @@ class Asynchronous(ParameterServer):
         self.bound = bound
         _refuse_mixed(self.model)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
-        self.tallies = Tallies()
+        self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
         self._owner: Owner | None = None  # while a round is on
         self._finished: Seen = {}
         self._ranges: list[range] = []
@@ -122,7 +123,17 @@ class Asynchronous(ParameterServer):
         if self.comm.rank == self._membership.owners[0]:
             clock = Clock(turns, self._ranges, self.bound, {Piece(*piece) for piece in self._finished})
         kind = self._buckets(gradients)[0]
-        return Owner(self.comm, self._membership, self._held, gradients.layout, kind, self.tallies, clock, self.copies)
+        return Owner(
+            self.comm,
+            self._membership,
+            self._held,
+            gradients.layout,
+            kind,
+            self.tallies,
+            clock,
+            self.copies,
+            self._pace,
+        )
 
     def _next_piece(self, finished: Piece | None) -> Piece | None:
         words = self._ask(self._membership.owners[0], Words(TAKE, finished or ()))

@@ -13,7 +13,7 @@ import contextlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -88,9 +88,12 @@ class Owner:
         tallies: Tallies,
         clock: Clock | None,
         copies: int,
+        pace: Callable[[float], float],
     ) -> None:
-        """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights."""
+        """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights. `pace`:
+        by what to multiply the learning rate for an update from so much of a step."""
         self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
+        self._pace = pace
         self._spans, self._is_broken = spans(layout, membership, comm.rank), False
         self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
         owners = [*membership.owners]
@@ -172,7 +175,7 @@ class Owner:
                     continue
                 first = span.first + one.start - span.place[1]
                 if share:
-                    one.step(gradient[first : first + one.stop - one.start], used, share)
+                    one.step(gradient[first : first + one.stop - one.start], used, self._pace(share))
                 one.seen[piece] = loss
 
     def _fresh(self, rank: int, known: int) -> Words:

@@ -9,8 +9,9 @@ vectors and segments of parameters; called by the server strategy.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from unisono.parallel.layout import Layout
 from unisono.parallel.slices import Slice, Whole, segments
 
 _TRIAL_STEPS = 3
+_PACE_STEPS = 20  # some warm up
 
 
 class SliceOptimizer:
@@ -181,6 +183,17 @@ def keeps_state(optimizer: Optimizer) -> bool:
     if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
         raise _refusal(name, "what it does to one element depends on the others of its parameter")
     return keeps
+
+
+def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
+    """How the learning rate follows the size of a batch, for this kind of optimizer, so that several small updates go
+    about as far as a large one: in proportion; or with the square root, where the gradient's size makes no difference
+    and a small batch's noise is divided out along with it (Malladi et al. 2022)."""
+    start, gradient = torch.zeros(64), torch.ones(64)
+    once, _ = _trial(optimizer, [start.clone()], [[gradient]] * _PACE_STEPS)
+    more, _ = _trial(optimizer, [start.clone()], [[10 * gradient]] * _PACE_STEPS)
+    moved, moved_more = float(once[0].abs().sum()), float(more[0].abs().sum())
+    return math.sqrt if moved_more < 5 * moved else float
 
 
 def _trial(

@@ -32,11 +32,10 @@ from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
 from unisono.parallel.local import Local, LocalSteps
-from unisono.parallel.strategy import Reduced
 from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.context import Context
+from unisono.train.going_back import go_back
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
-from unisono.train.noise_scale import NoiseScale
 from unisono.train.numerics import Update
 from unisono.train.options import Clip
 from unisono.train.resuming import (
@@ -48,7 +47,6 @@ from unisono.train.resuming import (
     carried_in,
     check_own,
     load,
-    open_home,
 )
 from unisono.train.saving import Captured
 from unisono.train.state import TrainState
@@ -144,24 +142,6 @@ class Job:
         if taken:
             self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
 
-    def observe_noise(self, reduced: Reduced, samples: int) -> list[events.Event]:
-        """Of the step that was just done, where it was measured; returns what is to be told of it."""
-        if not reduced.squares:
-            return []
-        noise = NoiseScale.from_dict(self.state.noise)
-        noise.observe(samples, reduced.weights, reduced.squares, reduced.square)
-        self.state.noise = noise.as_dict()
-        batch, text = self.spec.batch_size, noise.describe(self.spec.batch_size)
-        found = events.NoiseScale(
-            step=self.state.step,
-            samples=noise.samples,
-            noise=noise.noise,
-            signal=noise.signal,
-            batch_size=batch,
-            text=text,
-        )
-        return [found] if text else []
-
     # --- the session's view
 
     @property
@@ -199,7 +179,7 @@ class Job:
         try:
             self.strategy.configure(membership)
         except SlicesLost as lost:
-            self._begin_from_checkpoint(lost)
+            go_back(self, lost)
         self._tell_lost()
         self.checkpoints.regroup(membership.members)
 
@@ -216,23 +196,6 @@ class Job:
         for event in self.untold:
             self.emit(event)
         self.untold = []
-
-    def _begin_from_checkpoint(self, lost: SlicesLost) -> None:
-        """Part of the state is gone, and all know it. Whoever can read the newest checkpoint goes back to it; then
-        everybody meets again, and the others copy."""
-        self.checkpoints.await_copy()
-        home = open_home(self.context.spec.model_copy(update={"resume": "auto"}), self.context.run_dir, False)
-        found = [int(row[0]) for row in self._gather_numbers([home.found.step if home.found else -1])]
-        newest, before = max(found), self.state.step
-        if newest < 0:
-            raise lost
-        if home.found is None or home.found.step < newest:
-            self.session.distrust()
-        else:
-            self.take_up(home)
-        text = f"step {before}: {lost.what}; back to the checkpoint of step {newest}"
-        self.untold.append(events.Notice(code="slices-lost", text=text))
-        raise PeerLost("the training goes back to a checkpoint", cause=lost.what)
 
     def _hand_over(self) -> None:
         """At a step boundary, as long as those who leave are still here: nobody else has what they carry."""

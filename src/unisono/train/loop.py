@@ -24,6 +24,7 @@ from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train.checkpoints import Riders
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
+from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite, line_of
 from unisono.train.options import EarlyStop, EpochInfo, StepInfo
 from unisono.train.state import TrainState
@@ -124,7 +125,7 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
         if asked == STOPPED_BY_RUN:
             state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
             state.stopped_by_run = True
-    noise = job.observe_noise(reduced, sum(data.step.counts))
+    noise = observe_noise(state, job.spec.batch_size, reduced, sum(data.step.counts))
     report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s, noise)
     if state.step > job.told:
         job.told = state.step

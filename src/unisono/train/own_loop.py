@@ -31,6 +31,7 @@ from unisono.train.finish import finish
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job, Request
 from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, current_lr, report_step, to_device
+from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite
 from unisono.train.opening import open_job
 from unisono.train.options import Clip, Result
@@ -352,7 +353,7 @@ class OwnLoop:
         if any(row.stop for row in rows):
             self.state.stopped_early = self.job.session.station.stop_because or "the run was asked to stop"
             self.state.stopped_by_run = True
-        noise = self.job.observe_noise(reduced, sum(self._loaded.step.counts))
+        noise = observe_noise(self.state, self.job.spec.batch_size, reduced, sum(self._loaded.step.counts))
         report_step(self.job, self.state, reduced, lr, time.perf_counter() - self._step_started_s, noise)
         # Later: what the script does after this step, such as a schedule's step, belongs to the state that travels.
         self._change_due = any(row.change for row in rows) and not self.state.stopped_early

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Back to the newest checkpoint in the middle of a run: when a part of the state is lost that nobody else had.
+
+Whoever can read the checkpoint takes it up; then everybody meets again, and the others copy. Called by the job when its
+strategy says that slices are lost, on all workers alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.core import events
+from unisono.core.errors import PeerLost, SlicesLost
+from unisono.train.resuming import open_home
+
+if TYPE_CHECKING:
+    from unisono.train.job import Job
+
+
+def go_back(job: Job, lost: SlicesLost) -> None:
+    """Always raises: `PeerLost`, after which all meet again; or `lost`, where there is nothing to go back to."""
+    job.checkpoints.await_copy()
+    home = open_home(job.context.spec.model_copy(update={"resume": "auto"}), job.context.run_dir, False)
+    mine = home.found.step if home.found else -1
+    newest = max(int(row.item()) for row in job.comm.gather(torch.tensor([mine])))
+    before = job.state.step
+    if newest < 0:
+        raise lost
+    if mine < newest:
+        job.session.distrust()
+    else:
+        job.take_up(home)
+    text = f"step {before}: {lost.what}; back to the checkpoint of step {newest}"
+    job.untold.append(events.Notice(code="slices-lost", text=text))
+    raise PeerLost("the training goes back to a checkpoint", cause=lost.what)

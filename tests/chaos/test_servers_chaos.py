@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with parameter servers in which workers, servers and the coordinator die, stop, slow down, come and go.
+
+At staleness 0 such a run ends with the bits of a calm one. With more, the bits are nobody's; but `tally` counts in the
+weights how often each sample was learnt from, so an update that was lost or made twice shows.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from chaos.recovering import BEGINNING, Calm, Watch, begin, calm_run, set_pace
+from multiproc.running import Finished, run_command
+from unisono.core import events
+from unisono.core.faults import Fault
+from unisono.core.run_dir import RunDir
+
+SERVERS = ("--strategy", "ps")
+STEPS, EPOCHS = 60, 3  # 20 steps an epoch
+SAVING = ("--checkpoint-every", "10")
+NEVER = ("--checkpoint-every", "never")
+QUICKLY_S = 20  # for a run that cannot go on
+
+
+def script(momentum: float = 0.0, samples: int = 320) -> str:
+    beginning = BEGINNING.replace("960, 16, 5", f"{samples}, 16, {EPOCHS}")
+    return (
+        beginning
+        + f"""
+model = Tallied(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 4)))
+groups = [{{"params": model.net.parameters(), "momentum": {momentum}}}, {{"params": [model.tally], "lr": float(BATCH)}}]
+optimizer = torch.optim.SGD(groups, lr=0.05)
+unisono.Trainer(model, optimizer, objective=objective, data=DATA, batch_size=BATCH, epochs=EPOCHS).fit()
+"""
+    )
+
+
+PLAIN = script()  # a server has nothing that the workers do not have
+MOMENTUM = script(momentum=0.9)  # part of the state is with the servers alone
+UNEVEN = script(samples=321)  # the last batch of an epoch is one sample
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return calm_run(PLAIN, tmp_path_factory.mktemp("calm"))
+
+
+@pytest.fixture(scope="module")
+def calm_momentum(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    return calm_run(MOMENTUM, tmp_path_factory.mktemp("calm"))
+
+
+def serving(run: Watch) -> list[int]:
+    """The members of the newest generation that compute nothing."""
+    run.look()
+    formed = run.of(events.MembershipChanged)[-1]
+    return [who for who, (first, last) in zip(formed.members, formed.ranges, strict=True) if first == last]
+
+
+def check_went_back(run: Watch, finished: Finished, calm: Calm) -> list[int]:
+    """The bits of the calm run, and every step told with its loss; returns the checkpoints that it went back to."""
+    steps = run.of(events.StepFinished)
+    assert [step.loss for step in steps] == [calm.losses[step.step - 1] for step in steps]
+    assert [step.samples for step in steps] == [calm.samples[step.step - 1] for step in steps]
+    assert {step.step for step in steps} == set(range(1, STEPS + 1))
+    back = [later.step - 1 for step, later in zip(steps, steps[1:], strict=False) if later.step != step.step + 1]
+    told = [event.text for event in run.of(events.Notice) if event.code == "slices-lost"]
+    assert len(told) == len(back), told
+    assert finished.weights_sha256 == calm.weights_sha256
+    assert not run.of(events.WorkerFailed), run.it.report()
+    return back
+
+
+def check_loose(run: Watch, finished: Finished, samples: int = 320) -> None:
+    """What holds for a run with staleness: all steps, every sample once an epoch, sound weights, nothing failed."""
+    steps = [step.step for step in run.of(events.StepFinished)]
+    total = math.ceil(samples / 16) * EPOCHS
+    assert steps[-1] == total
+    assert finished.result is not None
+    assert finished.result["steps"] == total
+    assert finished.result["samples"] == samples * EPOCHS
+    assert all(math.isfinite(step.loss) for step in run.of(events.StepFinished))
+    assert run.of(events.StepFinished)[-1].loss < run.of(events.StepFinished)[0].loss
+    assert not run.of(events.WorkerFailed), run.it.report()
+    assert not run.of(events.RunFailed)
+    assert finished.run_dir is not None
+    learnt = load_file(RunDir(finished.run_dir).weights)["tally"]
+    wrong = {place: float(count) for place, count in enumerate(learnt) if abs(count + EPOCHS) > 1e-3}
+    assert not wrong, f"{len(wrong)} samples not learnt from {EPOCHS} times: {dict(list(wrong.items())[:10])}"
+
+
+# --- staleness 0: the bits of a calm run
+
+
+def test_workers_are_killed_at_every_place_of_a_step(calm_momentum: Calm, tmp_path: Path) -> None:
+    """One after the other, each the one that took the last one's place. The server keeps its slices all along."""
+    faults = [Fault("kill", 1, 4), Fault("kill", 3, 20, "collective"), Fault("kill", 4, 40, "update")]
+    with begin(MOMENTUM, tmp_path, *SERVERS, faults=faults, workers="1:2") as run:
+        run.until_members(0, 3, 2)
+        run.until_members(0, 4, 2)
+        run.until_fired(3)
+        run.check(run.hurry(), calm_momentum, faults)
+
+
+@pytest.mark.parametrize("place", ["collective", "update"])
+def test_a_killed_server_without_state_costs_nothing(place: str, calm: Calm, tmp_path: Path) -> None:
+    faults = [Fault("kill", 2, 5, place)]
+    with begin(PLAIN, tmp_path, *SERVERS, *NEVER, faults=faults, workers="1:2") as run:
+        run.until_many(3, without=[2])
+        assert len(serving(run)) == 1
+        run.check(run.hurry(), calm, faults)
+
+
+@pytest.mark.parametrize("place", ["collective", "update"])
+def test_a_killed_server_with_state_costs_the_steps_since_the_last_checkpoint(
+    place: str, calm_momentum: Calm, tmp_path: Path
+) -> None:
+    faults = [Fault("kill", 2, 25, place)]
+    with begin(MOMENTUM, tmp_path, *SERVERS, *SAVING, faults=faults, workers="1:2") as run:
+        run.until_fired(1)
+        assert check_went_back(run, run.hurry(), calm_momentum) == [20]
+
+
+@pytest.mark.parametrize("servers", ["1", "2", "0"])
+def test_a_killed_owner_of_the_only_state_ends_a_run_that_saves_nothing(servers: str, tmp_path: Path) -> None:
+    """Told in one sentence, quickly."""
+    with begin(MOMENTUM, tmp_path, *SERVERS, *NEVER, "--servers", servers, workers="1:2") as run:
+        run.until_step(3)
+        run.kill(1 if servers == "0" else 2)
+        killed_s = time.monotonic()
+        finished = run.wait(expect=22)
+    assert time.monotonic() - killed_s < QUICKLY_S
+    assert "UNI-2007  a parameter server was lost" in finished.output
+    assert finished.output.count("UNI-") == 1, finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_one_of_two_servers_is_killed_and_one_worker_with_it(calm_momentum: Calm, tmp_path: Path) -> None:
+    with begin(MOMENTUM, tmp_path, *SERVERS, *SAVING, "--servers", "2", workers="1:2") as run:
+        run.until_step(23)
+        run.kill(1, 3)
+        run.until_many(4, without=[1, 3])
+        assert len(serving(run)) == 2
+        back = check_went_back(run, run.hurry(), calm_momentum)
+    assert back[0] >= 20
+
+
+def test_workers_that_own_the_slices_are_killed(calm: Calm, calm_momentum: Calm, tmp_path: Path) -> None:
+    own = ("--servers", "0")
+    for place, text, quiet in (("plain", PLAIN, calm), ("momentum", MOMENTUM, calm_momentum)):
+        folder = tmp_path / place
+        folder.mkdir()
+        with begin(text, folder, *SERVERS, *SAVING, *own, workers="1:2") as run:
+            run.until_step(23)
+            run.kill(0)
+            run.until_many(2, without=[0])
+            back = check_went_back(run, run.hurry(), quiet)
+            assert len(back) == (place == "momentum")
+
+
+def test_the_coordinator_is_killed_alone_with_a_worker_and_with_a_server(calm: Calm, tmp_path: Path) -> None:
+    with begin(PLAIN, tmp_path, *SERVERS, workers="1:2") as run:
+        run.until_step(3)
+        run.kill_coordinator()
+        run.until_step(run.step + 3)
+        assert len(run.of(events.MembershipChanged)) == 1
+        run.kill_coordinator()
+        run.kill(1)
+        run.until_members(0, 3, 2)
+        run.kill_coordinator()
+        run.kill(2)
+        run.until_many(3, without=[1, 2])
+        assert len(serving(run)) == 1
+        run.check(run.hurry(), calm)
+
+
+def test_a_server_that_stands_still_is_left_behind(calm: Calm, tmp_path: Path) -> None:
+    """Stopped from outside; and the next one hangs."""
+    with begin(PLAIN, tmp_path, *SERVERS, workers="1:2") as run:
+        run.until_step(3)
+        run.signal(2, signal.SIGSTOP)
+        run.until(lambda: 2 not in run.members, "the others to go on")
+        run.check(run.hurry(), calm)
+        assert [event.who for event in run.of(events.WorkerRemoved) if event.how == "frozen"] == [2]
+
+
+def test_a_server_that_hangs_is_named_and_left_behind(calm: Calm, tmp_path: Path) -> None:
+    faults = [Fault("hang", 2, 5, "update")]
+    with begin(PLAIN, tmp_path, *SERVERS, "--hang-after", "4", faults=faults, workers="1:2") as run:
+        run.until(lambda: run.members and 2 not in run.members, "the others to go on")
+        run.check(run.hurry(), calm, faults)
+        (removed,) = (event for event in run.of(events.WorkerRemoved) if event.how == "hung")
+        assert removed.who == 2
+        assert "hang_as_planned" in str(removed)
+
+
+@pytest.mark.parametrize("servers", ["1", "0"])
+def test_the_run_is_scaled_and_a_worker_is_wanted_back(servers: str, calm_momentum: Calm, tmp_path: Path) -> None:
+    """Whoever leaves in peace hands over what it holds: nothing is done again."""
+    at_once = 2 + int(servers)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *NEVER, "--servers", servers, workers="1:2") as run:
+        run.until_step(3)
+        assert "from 2 to 3 workers" in run_command(tmp_path, "scale", "chaos", "3").output
+        run.until_many(at_once + 1)
+        run.until_step(run.step + 2)
+        assert "from 3 to 1 workers" in run_command(tmp_path, "scale", "chaos", "1").output
+        run.until_many(at_once - 1)
+        run.until_step(run.step + 2)
+        run_command(tmp_path, "scale", "chaos", "2")
+        run.until_many(at_once)
+        run.until_step(run.step + 2)
+        leaving = next(worker for worker in run.members if worker not in serving(run))
+        run.signal(leaving, signal.SIGTERM)
+        run.until(lambda: leaving not in run.members, "the others to go on")
+        run.check(run.hurry(), calm_momentum)
+        removed = {event.who: event.how for event in run.of(events.WorkerRemoved)}
+        assert removed[leaving] == "preempted"
+        assert len(serving(run)) == int(servers)
+
+
+def test_a_server_that_is_wanted_back_hands_over_its_slices(calm_momentum: Calm, tmp_path: Path) -> None:
+    with begin(MOMENTUM, tmp_path, *SERVERS, *NEVER, workers="1:2") as run:
+        run.until_step(3)
+        run.signal(2, signal.SIGTERM)
+        run.until(lambda: run.members and 2 not in run.members, "the others to go on")
+        run.check(run.hurry(), calm_momentum)
+
+
+# --- staleness: every update once
+
+
+@pytest.mark.parametrize("staleness", ["2", "inf"])
+def test_a_loose_run_loses_no_update_when_workers_are_killed_and_one_is_ten_times_slower(
+    staleness: str, tmp_path: Path
+) -> None:
+    faults = [Fault("slow", 0, 1, factor=10.0, until=20), Fault("kill", 1, 1), Fault("kill", 4, 21)]
+    loose = ("--staleness", staleness, *NEVER)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *loose, faults=faults, workers="1:3", pace_s=0.02) as run:
+        run.until_fired(3)
+        check_loose(run, run.hurry())
+
+
+@pytest.mark.parametrize("staleness", ["2", "inf"])
+def test_a_loose_run_waits_for_a_slow_worker_no_longer_than_it_must(staleness: str, tmp_path: Path) -> None:
+    """Ten times slower for the whole run: the other does most of the work."""
+    faults = [Fault("slow", 0, factor=10.0)]
+    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", staleness, faults=faults, workers=2, pace_s=0.01) as run:
+        run.until_fired(1)
+        finished = run.wait()
+        check_loose(run, finished)
+    steps = run.of(events.StepFinished)
+    in_lockstep_s = STEPS * 2 * 0.01 * 10
+    assert sum(step.seconds for step in steps) < in_lockstep_s, "everybody waited for the slow one"
+
+
+@pytest.mark.parametrize(("text", "servers"), [(PLAIN, "1"), (MOMENTUM, "1"), (MOMENTUM, "2"), (MOMENTUM, "0")])
+def test_a_loose_run_loses_no_update_when_a_server_is_killed(text: str, servers: str, tmp_path: Path) -> None:
+    """With state, it goes back to a checkpoint; without, it goes on."""
+    saving = NEVER if text == PLAIN else SAVING
+    asked = ("--staleness", "inf", *saving, "--servers", servers)
+    with begin(text, tmp_path, *SERVERS, *asked, workers="1:2", pace_s=0.02) as run:
+        run.until_step(20)
+        time.sleep(0.2)  # into the next round
+        run.kill(1 if servers == "0" else 2)
+        run.until_many(2 + int(servers), without=run.killed)
+        check_loose(run, run.hurry())
+        assert len(serving(run)) == int(servers)
+
+
+def test_a_loose_run_with_uneven_batches_loses_its_server_a_worker_and_the_coordinator(tmp_path: Path) -> None:
+    asked = ("--staleness", "2", *SAVING)
+    with begin(UNEVEN, tmp_path, *SERVERS, *asked, workers="1:3", pace_s=0.02) as run:
+        run.until_step(21)
+        run.kill(3, 0)
+        run.kill_coordinator()
+        run.until_many(4, without=run.killed)
+        check_loose(run, run.hurry(), samples=321)
+
+
+def test_a_loose_run_leaves_a_server_behind_that_stands_still(tmp_path: Path) -> None:
+    faults = [Fault("freeze", 2, 17, "update"), Fault("freeze", 1, 17, seconds=0.5)]
+    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", "inf", faults=faults, workers="1:2", pace_s=0.02) as run:
+        run.until_fired(2)
+        run.until(lambda: 2 not in run.members, "the others to go on")
+        check_loose(run, run.hurry())
+
+
+def test_a_loose_run_leaves_a_server_behind_that_hangs(tmp_path: Path) -> None:
+    faults = [Fault("hang", 2, 17, "update")]
+    asked = ("--staleness", "2", "--hang-after", "4")
+    with begin(PLAIN, tmp_path, *SERVERS, *asked, faults=faults, workers="1:2", pace_s=0.02) as run:
+        run.until(lambda: run.members and 2 not in run.members, "the others to go on")
+        check_loose(run, run.hurry())
+
+
+@pytest.mark.parametrize(("staleness", "servers"), [("inf", "1"), ("2", "0")])
+def test_a_loose_run_is_scaled_and_its_workers_are_wanted_back(staleness: str, servers: str, tmp_path: Path) -> None:
+    asked = ("--staleness", staleness, *NEVER, "--servers", servers)
+    at_once = 2 + int(servers)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers="1:2", pace_s=0.02) as run:
+        run.until_step(16)
+        run_command(tmp_path, "scale", "chaos", "3")
+        run.until_many(at_once + 1)
+        run_command(tmp_path, "scale", "chaos", "2")
+        run.until_many(at_once)
+        leaving = next(worker for worker in run.members if worker not in serving(run))
+        run.signal(leaving, signal.SIGTERM)
+        run.until(lambda: leaving not in run.members, "the others to go on")
+        check_loose(run, run.hurry())
+
+
+def test_a_loose_run_that_is_wanted_back_saves_and_goes_on_later(tmp_path: Path) -> None:
+    asked = ("--staleness", "inf", *NEVER)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.02) as run:
+        run.until_step(16)
+        os.kill(run.it.pid, signal.SIGTERM)
+        finished = run.wait(expect=75)
+    assert "UNI-4002  asked to leave by SIGTERM" in finished.output
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.0) as run:
+        check_loose(run, run.wait())
+        assert len(run.of(events.Resumed)) == 1
+
+
+def test_a_group_without_momentum_does_not_hide_the_state_of_another(tmp_path: Path) -> None:
+    """The first group keeps nothing from step to step; the second does, and it is lost with the server."""
+    text = script().replace('[model.tally], "lr": float(BATCH)', '[model.tally], "lr": float(BATCH), "momentum": 0.5')
+    with begin(text, tmp_path, *SERVERS, *NEVER, workers="1:2") as run:
+        run.until_step(3)
+        run.kill(2)
+        finished = run.hurry(expect=None)
+    assert finished.exit_code == 22, finished.output
+    assert "UNI-2007" in finished.output
