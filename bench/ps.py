@@ -81,7 +81,9 @@ def run_unisono(case: Case, mode: str, folder: Path, timeout_s: float) -> Entry:
         settings += ["--faults", folder / "plan.toml"]
     launcher: list[Word] = [sys.executable, "-m", "unisono.cli", "run", BENCH / "workload_ps_unisono.py"]
     outcome = run([*launcher, *settings, "--run-dir", folder / "run", "--", *case.arguments], timeout_s)
-    events = map(json.loads, (folder / "run" / "events.jsonl").read_text().splitlines())
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    if case.slower > 1 and not any(event["kind"] == "fault_fired" for event in events):
+        raise Failed("the worker that was to be slow never was")
     marks = [
         (event["samples"] / WORKS[case.model].piece, event["time_s"])
         for event in events

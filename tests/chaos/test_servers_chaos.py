@@ -11,12 +11,13 @@ import math
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
-from chaos.recovering import BEGINNING, Calm, Watch, begin, calm_run, set_pace
+from chaos.recovering import BEGINNING, Calm, Watch, begin, calm_run
 from multiproc.running import Finished, run_command
 from unisono.core import events
 from unisono.core.faults import Fault
@@ -70,7 +71,7 @@ def check_went_back(run: Watch, finished: Finished, calm: Calm) -> list[int]:
     assert [step.loss for step in steps] == [calm.losses[step.step - 1] for step in steps]
     assert [step.samples for step in steps] == [calm.samples[step.step - 1] for step in steps]
     assert {step.step for step in steps} == set(range(1, STEPS + 1))
-    back = [later.step - 1 for step, later in zip(steps, steps[1:], strict=False) if later.step != step.step + 1]
+    back = [later.step - 1 for step, later in pairwise(steps) if later.step != step.step + 1]
     told = [event.text for event in run.of(events.Notice) if event.code == "slices-lost"]
     assert len(told) == len(back), told
     assert finished.weights_sha256 == calm.weights_sha256

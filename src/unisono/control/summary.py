@@ -16,7 +16,7 @@ from unisono.control.codec_report import CodecsInUse
 from unisono.control.history import History
 from unisono.control.story import Story
 from unisono.core import events
-from unisono.core.comm_words import describe_choice, slowest_link
+from unisono.core.comm_words import describe_choice, describe_staleness, slowest_link
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, describe_reading, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
@@ -41,6 +41,7 @@ class Summary:
     saved: events.CheckpointSaved | None = None
     read: events.DataRead = field(default_factory=events.DataRead)
     noise: str = ""
+    staleness: events.Staleness | None = None
     chosen: list[events.CommChosen] = field(default_factory=list)
     codecs: CodecsInUse = field(default_factory=CodecsInUse)
     evaluations: list[events.Evaluated] = field(default_factory=list)
@@ -80,6 +81,7 @@ class Summary:
             ("noise", self.noise),
             ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
             ("compress", self.codecs.words),
+            ("staleness", describe_staleness(self.staleness) if self.staleness else ""),
             ("slowest link", slowest_link(measured) if measured else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result.get("weights_sha256") else ""),
@@ -138,6 +140,8 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.read += event
     elif isinstance(event, events.NoiseScale):
         summary.noise = event.text
+    elif isinstance(event, events.Staleness):
+        summary.staleness = event
     elif isinstance(event, events.CommChosen):
         summary.chosen.append(event)
     elif isinstance(event, events.CodecsChosen | events.CodecChanged):

@@ -9,26 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
-KINDS: dict[str, type[Event]] = {}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """`worker` is the id of the sender, None for the supervisor."""
-
-    kind: ClassVar[str] = ""
-    time_s: float = field(default_factory=time.time)
-    worker: int | None = None
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        KINDS[cls.kind] = cls
+from unisono.core.event import KINDS
+from unisono.core.event import Event as Event
+from unisono.core.measured_events import CodecChanged as CodecChanged
+from unisono.core.measured_events import CodecsChosen as CodecsChosen
+from unisono.core.measured_events import CommChosen as CommChosen
+from unisono.core.measured_events import NoiseScale as NoiseScale
+from unisono.core.measured_events import Staleness as Staleness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,68 +271,6 @@ class SlowestLink(TypedDict):
     slowest_hosts: list[str]
     latency_s: float
     bytes_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CommChosen(Event):
-    """How vectors are added over the workers from now on, by their bytes, and the link that takes longest for 1 MB."""
-
-    kind = "comm_chosen"
-    generation: int
-    algorithms: dict[str, str]  # bytes: what was chosen
-    because: dict[str, str]  # bytes: why
-    predicted_s: dict[str, dict[str, float]]  # bytes: algorithm: seconds by the model
-    tried_s: dict[str, dict[str, float]]  # the same, measured, where there was time for it
-    slowest_workers: list[int]
-    slowest_hosts: list[str]
-    latency_s: float  # of that link
-    bytes_per_s: float
-    seconds: float  # that measuring and trying took
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecsChosen(Event):
-    """What ``--compress auto`` sends each bucket of gradients as from now on; ``none``: as it is."""
-
-    kind = "codecs_chosen"
-    generation: int
-    step: int
-    bytes: dict[str, int]  # bucket: its length
-    codecs: dict[str, str]
-    because: dict[str, str]
-    predicted_s: dict[str, dict[str, float]]  # bucket: codec, ``none`` among them: seconds by the model
-    errors: dict[str, float | None]  # bucket: of its codec, relative, as last sampled
-    slowest_workers: list[int]  # and the link that takes longest for 1 MB
-    slowest_hosts: list[str]
-    latency_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecChanged(Event):
-    """The accuracy guard of ``--compress auto`` has taken a bucket's codec back, or allowed it another."""
-
-    kind = "codec_changed"
-    step: int
-    bucket: int
-    before: str
-    codec: str
-    error: float | None  # of the codec from now on, relative, in this sample; None where there is none
-    because: str  # the reason for this codec
-    text: str  # the whole story in one sentence
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoiseScale(Event):
-    """The gradient noise scale as it stands: `samples` of a batch, or None where only `text` has something to say."""
-
-    kind = "noise_scale"
-    step: int
-    samples: float | None
-    noise: float  # the variance of one sample's gradient, all its elements together
-    signal: float  # the squared length of the true gradient
-    batch_size: int
-    text: str
 
 
 Sink = Callable[[Event], None]

@@ -11,6 +11,7 @@ goes on, and no piece counts twice or not at all. Called by the loop through `St
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,6 +25,7 @@ from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.sharing import empty_for
 from unisono.comm.tree import Landing
+from unisono.core import events
 from unisono.core.errors import NonFiniteLoss, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
@@ -40,9 +42,11 @@ _SEEN_TAG = (1 << 25) + 8
 class Asynchronous(ParameterServer):
     """`bound`: how many steps a worker may be ahead of the slowest; None: any number."""
 
-    def __init__(self, *arguments: Any, bound: int | None = None, **keywords: Any) -> None:
+    def __init__(
+        self, *arguments: Any, bound: int | None = None, emit: events.Sink = lambda _: None, **keywords: Any
+    ) -> None:
         super().__init__(*arguments, **keywords)
-        self.bound = bound
+        self.bound, self.emit = bound, emit
         _refuse_mixed(self.model)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
@@ -283,8 +287,19 @@ class Asynchronous(ParameterServer):
         self._commit()
         self._buffers.commit()
         self.version += 1
+        self._tell()
         self._finished = {}
         self._ranges = [self._membership.ranges[rank] for rank in self._membership.workers]
+
+    def _tell(self) -> None:
+        """The first owner has kept the time."""
+        if self.comm.rank == self._membership.owners[0]:
+            leads, delays = _counts(self.tallies.leads), _counts(self.tallies.delays)
+            self.emit(events.Staleness(bound=self.bound, leads=leads, delays=delays))
+
+
+def _counts(counter: Counter[int]) -> dict[str, int]:
+    return {str(number): count for number, count in sorted(counter.items())}
 
 
 def _refuse_mixed(model: nn.Module) -> None:

@@ -239,7 +239,7 @@ def _servers(
     bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
         return ParameterServer(*common, copies=copies)
-    return Asynchronous(*common, copies=copies, bound=bound)
+    return Asynchronous(*common, copies=copies, bound=bound, emit=context.emit)
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:

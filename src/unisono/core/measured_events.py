@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events about what a run has measured and chosen: ways of adding, codecs, noise, staleness. Part of `events`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.core.event import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommChosen(Event):
+    """How vectors are added over the workers from now on, by their bytes, and the link that takes longest for 1 MB."""
+
+    kind = "comm_chosen"
+    generation: int
+    algorithms: dict[str, str]  # bytes: what was chosen
+    because: dict[str, str]  # bytes: why
+    predicted_s: dict[str, dict[str, float]]  # bytes: algorithm: seconds by the model
+    tried_s: dict[str, dict[str, float]]  # the same, measured, where there was time for it
+    slowest_workers: list[int]
+    slowest_hosts: list[str]
+    latency_s: float  # of that link
+    bytes_per_s: float
+    seconds: float  # that measuring and trying took
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecsChosen(Event):
+    """What ``--compress auto`` sends each bucket of gradients as from now on; ``none``: as it is."""
+
+    kind = "codecs_chosen"
+    generation: int
+    step: int
+    bytes: dict[str, int]  # bucket: its length
+    codecs: dict[str, str]
+    because: dict[str, str]
+    predicted_s: dict[str, dict[str, float]]  # bucket: codec, ``none`` among them: seconds by the model
+    errors: dict[str, float | None]  # bucket: of its codec, relative, as last sampled
+    slowest_workers: list[int]  # and the link that takes longest for 1 MB
+    slowest_hosts: list[str]
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecChanged(Event):
+    """The accuracy guard of ``--compress auto`` has taken a bucket's codec back, or allowed it another."""
+
+    kind = "codec_changed"
+    step: int
+    bucket: int
+    before: str
+    codec: str
+    error: float | None  # of the codec from now on, relative, in this sample; None where there is none
+    because: str  # the reason for this codec
+    text: str  # the whole story in one sentence
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseScale(Event):
+    """The gradient noise scale as it stands: `samples` of a batch, or None where only `text` has something to say."""
+
+    kind = "noise_scale"
+    step: int
+    samples: float | None
+    noise: float  # the variance of one sample's gradient, all its elements together
+    signal: float  # the squared length of the true gradient
+    batch_size: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staleness(Event):
+    """How far workers of a parameter-server run are apart, counted since the run or its newest servers began."""
+
+    kind = "staleness"
+    bound: int | None  # that was asked for; None: any
+    leads: dict[str, int]  # steps ahead of the oldest unfinished one, when a piece was begun: how often
+    delays: dict[str, int]  # updates made between a worker's pull and its push, on the first server: how often
