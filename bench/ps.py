@@ -48,7 +48,6 @@ SLOWER = 5.0
 STALENESS = {"synchronous": "0", "bounded": "4", "asynchronous": "inf"}
 SYSTEMS = {"unisono": "Unisono", "rpc": "RPC", "ray": "Ray"}
 PEERS = ("rpc", "ray")
-COUNTED = ("unisono", "rpc")  # Ray's processes leave their parents, so their time looks like somebody else's
 QUICK_PUSHES = 96  # Unisono tells of asynchronous steps 16 at a time, and two tellings are needed
 ALONE_PUSHES = 32
 WARMUP = 0.2  # of a run's pushes
@@ -98,7 +97,9 @@ def run_peer(case: Case, mode: str, folder: Path, timeout_s: float, launcher: Se
     arguments += [*(["--asynchronous"] if mode == "asynchronous" else []), "--out", folder]
     outcome = run([*launcher, *arguments], timeout_s, env)
     result: Entry = json.loads((folder / "result.json").read_text())
-    return result | {"elsewhere": outcome.elsewhere}
+    unwaited = folder / "unwaited_s"  # Ray's processes leave their parents, so their time looks like somebody else's
+    ours = float(unwaited.read_text()) / outcome.seconds / len(os.sched_getaffinity(0)) if unwaited.exists() else 0.0
+    return result | {"elsewhere": max(0.0, outcome.elsewhere - ours)}
 
 
 def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) -> Entry:
@@ -144,8 +145,8 @@ def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) 
                     note(f"{where}: FAILED, {error}")
                     continue
                 runs[mode][system].append(result)
-                busy = f", machine {result['elsewhere']:.0%} busy elsewhere" if system in COUNTED else ""
-                note(f"{where}: {result['pushes_per_s'] / case.workers:.2f} steps/s, loss {result['loss']:.3f}{busy}")
+                rate, busy = result["pushes_per_s"] / case.workers, result["elsewhere"]
+                note(f"{where}: {rate:.2f} steps/s, loss {result['loss']:.3f}, machine {busy:.0%} busy elsewhere")
     return {"case": asdict(case), "runs": runs, "failures": failures, "summary": summarise(case, runs)}
 
 
@@ -260,7 +261,7 @@ def report(
         for model, seconds in alone_s.items()
     ]
     runs = [by_system for entry in (*speed, *slow) for by_system in entry["runs"].values()]
-    busy = [one["elsewhere"] for by_system in runs for system in COUNTED for one in by_system.get(system, ())]
+    busy = [one["elsewhere"] for by_system in runs for results in by_system.values() for one in results]
     lines = [
         f"# Parameter servers, {where['date'][:10]}",
         "",
@@ -272,7 +273,7 @@ def report(
         f"- method: {options.rounds} rounds, taking turns; medians; without the first {WARMUP:.0%} of a run's pushes",
         f"- other programs used {median(busy):.0%} of the machine meanwhile, {max(busy):.0%} in the worst run"
         if busy
-        else "- how busy the machine was with other programs is not known",
+        else "- no run finished",
     ]
     if speed:
         lines += ["", table(SPEED_HEADER, [row for entry in speed for row in speed_rows(entry)])]

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -132,17 +133,33 @@ def train(options: argparse.Namespace) -> None:
     write_result(options.out, ray.get(servers[0].when.remote()), final_loss(WORKS[options.model], parameters))
 
 
-def family() -> list[int]:
-    """The living processes that this one started, and those that they started."""
-    found = [os.getpid()]
-    for parent in found:
+def family() -> dict[int, int]:
+    """The living processes that this one started, and those that they started, with the parent of each."""
+    parents = {os.getpid(): 0}
+    waiting = [os.getpid()]
+    while waiting:
+        parent = waiting.pop()
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found += map(int, children.read_text().split())
-    return found[1:]
+                found = dict.fromkeys(map(int, children.read_text().split()), parent)
+                parents |= found
+                waiting += found
+    del parents[os.getpid()]
+    return parents
 
 
-def await_end(processes: list[int]) -> None:
+def unwaited_s(processes: dict[int, int]) -> float:
+    """Processor seconds of those whose parent ends first: the system does not count them as this command's."""
+    ticks = 0
+    for pid, parent in processes.items():
+        if parent != os.getpid():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += int(fields[11]) + int(fields[12])  # user and system
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def await_end(processes: Iterable[int]) -> None:
     """Ray's own processes end a while after `shutdown` has returned."""
     deadline_s = time.monotonic() + LEAVE_S
     while any(Path(f"/proc/{pid}/exe").exists() for pid in processes) and time.monotonic() < deadline_s:
@@ -162,6 +179,7 @@ def main() -> None:
     )
     train(options)
     processes = family()
+    (options.out / "unwaited_s").write_text(repr(unwaited_s(processes)))
     ray.shutdown()
     await_end(processes)
 

@@ -11,9 +11,9 @@ import math
 import os
 import signal
 import time
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -24,14 +24,14 @@ from unisono.core.faults import Fault
 from unisono.core.run_dir import RunDir
 
 SERVERS = ("--strategy", "ps")
-STEPS, EPOCHS = 60, 3  # 20 steps an epoch
+STEPS, EPOCHS, BATCH = 60, 3, 16  # 20 steps an epoch
 SAVING = ("--checkpoint-every", "10")
 NEVER = ("--checkpoint-every", "never")
 QUICKLY_S = 20  # for a run that cannot go on
 
 
 def script(momentum: float = 0.0, samples: int = 320) -> str:
-    beginning = BEGINNING.replace("960, 16, 5", f"{samples}, 16, {EPOCHS}")
+    beginning = BEGINNING.replace("960, 16, 5", f"{samples}, {BATCH}, {EPOCHS}")
     return (
         beginning
         + f"""
@@ -68,33 +68,40 @@ def serving(run: Watch) -> list[int]:
 def check_went_back(run: Watch, finished: Finished, calm: Calm) -> list[int]:
     """The bits of the calm run, and every step told with its loss; returns the checkpoints that it went back to."""
     steps = run.of(events.StepFinished)
-    assert [step.loss for step in steps] == [calm.losses[step.step - 1] for step in steps]
-    assert [step.samples for step in steps] == [calm.samples[step.step - 1] for step in steps]
-    assert {step.step for step in steps} == set(range(1, STEPS + 1))
-    back = [later.step - 1 for step, later in pairwise(steps) if later.step != step.step + 1]
-    told = [event.text for event in run.of(events.Notice) if event.code == "slices-lost"]
-    assert len(told) == len(back), told
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert [step.loss for step in steps] == calm.losses
+    assert [step.samples for step in steps] == calm.samples
     assert finished.weights_sha256 == calm.weights_sha256
-    assert not run.of(events.WorkerFailed), run.it.report()
-    return back
+    check_nothing_failed(run)
+    told = [event.text for event in run.of(events.Notice) if event.code == "slices-lost"]
+    return [int(text.rpartition("checkpoint of step ")[2]) for text in told]
 
 
 def check_loose(run: Watch, finished: Finished, samples: int = 320) -> None:
     """What holds for a run with staleness: all steps, every sample once an epoch, sound weights, nothing failed."""
-    steps = [step.step for step in run.of(events.StepFinished)]
-    total = math.ceil(samples / 16) * EPOCHS
-    assert steps[-1] == total
+    steps = run.of(events.StepFinished)
+    total, rest = math.ceil(samples / BATCH) * EPOCHS, samples % BATCH or BATCH
+    assert steps[-1].step == total
     assert finished.result is not None
     assert finished.result["steps"] == total
     assert finished.result["samples"] == samples * EPOCHS
-    assert all(math.isfinite(step.loss) for step in run.of(events.StepFinished))
-    assert run.of(events.StepFinished)[-1].loss < run.of(events.StepFinished)[0].loss
-    assert not run.of(events.WorkerFailed), run.it.report()
-    assert not run.of(events.RunFailed)
+    assert all(math.isfinite(step.loss) for step in steps)
+    check_nothing_failed(run)
     assert finished.run_dir is not None
-    learnt = load_file(RunDir(finished.run_dir).weights)["tally"]
-    wrong = {place: float(count) for place, count in enumerate(learnt) if abs(count + EPOCHS) > 1e-3}
+    weights = load_file(RunDir(finished.run_dir).weights)
+    assert all(np.isfinite(value).all() for value in weights.values())
+    # A step's samples share one weight, so those of a short one count for more.
+    usual, short = -EPOCHS, 1 - EPOCHS - BATCH / rest
+    tally = weights["tally"]
+    wrong = {n: float(seen) for n, seen in enumerate(tally) if min(abs(seen - usual), abs(seen - short)) > 1e-3}
     assert not wrong, f"{len(wrong)} samples not learnt from {EPOCHS} times: {dict(list(wrong.items())[:10])}"
+    assert tally.sum() == pytest.approx(-BATCH * total, rel=1e-4)
+
+
+def check_nothing_failed(run: Watch) -> None:
+    """But for those that the test killed."""
+    assert not run.of(events.WorkerFailed), run.it.report()
+    assert len(run.of(events.RunFinished)) == 1
 
 
 # --- staleness 0: the bits of a calm run
@@ -110,23 +117,24 @@ def test_workers_are_killed_at_every_place_of_a_step(calm_momentum: Calm, tmp_pa
         run.check(run.hurry(), calm_momentum, faults)
 
 
-@pytest.mark.parametrize("place", ["collective", "update"])
-def test_a_killed_server_without_state_costs_nothing(place: str, calm: Calm, tmp_path: Path) -> None:
-    faults = [Fault("kill", 2, 5, place)]
+def test_killed_servers_without_state_cost_nothing(calm: Calm, tmp_path: Path) -> None:
+    """The first at one place of a step; then, at another, the worker that serves since then."""
+    faults = [Fault("kill", 2, 5, "collective"), Fault("kill", 1, 40, "update")]
     with begin(PLAIN, tmp_path, *SERVERS, *NEVER, faults=faults, workers="1:2") as run:
         run.until_many(3, without=[2])
-        assert len(serving(run)) == 1
+        assert serving(run) == [1]
+        run.until_fired(2)
         run.check(run.hurry(), calm, faults)
 
 
-@pytest.mark.parametrize("place", ["collective", "update"])
-def test_a_killed_server_with_state_costs_the_steps_since_the_last_checkpoint(
-    place: str, calm_momentum: Calm, tmp_path: Path
+def test_killed_servers_with_state_cost_the_steps_since_the_last_checkpoint(
+    calm_momentum: Calm, tmp_path: Path
 ) -> None:
-    faults = [Fault("kill", 2, 25, place)]
-    with begin(MOMENTUM, tmp_path, *SERVERS, *SAVING, faults=faults, workers="1:2") as run:
-        run.until_fired(1)
-        assert check_went_back(run, run.hurry(), calm_momentum) == [20]
+    faults = [Fault("kill", 2, 15, "collective"), Fault("kill", 1, 45, "update")]
+    with begin(MOMENTUM, tmp_path, *SERVERS, *SAVING, faults=faults, workers="1:2", pace_s=0.03) as run:
+        run.until_many(3, without=[2])
+        run.until_fired(2)
+        assert check_went_back(run, run.hurry(), calm_momentum) == [10, 40]
 
 
 @pytest.mark.parametrize("servers", ["1", "2", "0"])
@@ -150,6 +158,7 @@ def test_one_of_two_servers_is_killed_and_one_worker_with_it(calm_momentum: Calm
         run.until_many(4, without=[1, 3])
         assert len(serving(run)) == 2
         back = check_went_back(run, run.hurry(), calm_momentum)
+    assert back
     assert back[0] >= 20
 
 
@@ -183,7 +192,6 @@ def test_the_coordinator_is_killed_alone_with_a_worker_and_with_a_server(calm: C
 
 
 def test_a_server_that_stands_still_is_left_behind(calm: Calm, tmp_path: Path) -> None:
-    """Stopped from outside; and the next one hangs."""
     with begin(PLAIN, tmp_path, *SERVERS, workers="1:2") as run:
         run.until_step(3)
         run.signal(2, signal.SIGSTOP)
@@ -199,7 +207,6 @@ def test_a_server_that_hangs_is_named_and_left_behind(calm: Calm, tmp_path: Path
         run.check(run.hurry(), calm, faults)
         (removed,) = (event for event in run.of(events.WorkerRemoved) if event.how == "hung")
         assert removed.who == 2
-        assert "hang_as_planned" in str(removed)
 
 
 @pytest.mark.parametrize("servers", ["1", "0"])
@@ -237,42 +244,39 @@ def test_a_server_that_is_wanted_back_hands_over_its_slices(calm_momentum: Calm,
 # --- staleness: every update once
 
 
-@pytest.mark.parametrize("staleness", ["2", "inf"])
-def test_a_loose_run_loses_no_update_when_workers_are_killed_and_one_is_ten_times_slower(
-    staleness: str, tmp_path: Path
-) -> None:
+def test_a_loose_run_loses_no_update_when_workers_are_killed_and_one_is_slow(tmp_path: Path) -> None:
     faults = [Fault("slow", 0, 1, factor=10.0, until=20), Fault("kill", 1, 1), Fault("kill", 4, 21)]
-    loose = ("--staleness", staleness, *NEVER)
-    with begin(MOMENTUM, tmp_path, *SERVERS, *loose, faults=faults, workers="1:3", pace_s=0.02) as run:
+    asked = ("--staleness", "2", *NEVER)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, faults=faults, workers="1:3", pace_s=0.02) as run:
         run.until_fired(3)
         check_loose(run, run.hurry())
 
 
 @pytest.mark.parametrize("staleness", ["2", "inf"])
 def test_a_loose_run_waits_for_a_slow_worker_no_longer_than_it_must(staleness: str, tmp_path: Path) -> None:
-    """Ten times slower for the whole run: the other does most of the work."""
+    """Ten times slower for the whole run: the other does most of the work, and is never too far ahead."""
     faults = [Fault("slow", 0, factor=10.0)]
-    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", staleness, faults=faults, workers=2, pace_s=0.01) as run:
-        run.until_fired(1)
+    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", staleness, faults=faults, workers=2, pace_s=0.02) as run:
         finished = run.wait()
         check_loose(run, finished)
-    steps = run.of(events.StepFinished)
-    in_lockstep_s = STEPS * 2 * 0.01 * 10
-    assert sum(step.seconds for step in steps) < in_lockstep_s, "everybody waited for the slow one"
+        told = run.of(events.Staleness)[-1]
+        assert sum(told.leads.values()) == STEPS * 2, "each piece is begun once"
+        assert 1 < max(map(int, told.leads)) <= float(staleness)
+        in_lockstep_s = STEPS * 2 * 0.02 * 10
+        assert sum(step.seconds for step in run.of(events.StepFinished)) < in_lockstep_s / 2
 
 
-@pytest.mark.parametrize(("text", "servers"), [(PLAIN, "1"), (MOMENTUM, "1"), (MOMENTUM, "2"), (MOMENTUM, "0")])
-def test_a_loose_run_loses_no_update_when_a_server_is_killed(text: str, servers: str, tmp_path: Path) -> None:
-    """With state, it goes back to a checkpoint; without, it goes on."""
-    saving = NEVER if text == PLAIN else SAVING
-    asked = ("--staleness", "inf", *saving, "--servers", servers)
-    with begin(text, tmp_path, *SERVERS, *asked, workers="1:2", pace_s=0.02) as run:
+@pytest.mark.parametrize("servers", ["1", "2", "0"])
+def test_a_loose_run_loses_no_update_when_an_owner_of_slices_is_killed(servers: str, tmp_path: Path) -> None:
+    """It goes back to a checkpoint, and what is done again is done once."""
+    asked = ("--staleness", "inf", *SAVING, "--servers", servers)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers="1:2", pace_s=0.02) as run:
         run.until_step(20)
-        time.sleep(0.2)  # into the next round
         run.kill(1 if servers == "0" else 2)
         run.until_many(2 + int(servers), without=run.killed)
         check_loose(run, run.hurry())
         assert len(serving(run)) == int(servers)
+        assert [event.code for event in run.of(events.Notice) if event.code == "slices-lost"]
 
 
 def test_a_loose_run_with_uneven_batches_loses_its_server_a_worker_and_the_coordinator(tmp_path: Path) -> None:
@@ -287,7 +291,8 @@ def test_a_loose_run_with_uneven_batches_loses_its_server_a_worker_and_the_coord
 
 def test_a_loose_run_leaves_a_server_behind_that_stands_still(tmp_path: Path) -> None:
     faults = [Fault("freeze", 2, 17, "update"), Fault("freeze", 1, 17, seconds=0.5)]
-    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", "inf", faults=faults, workers="1:2", pace_s=0.02) as run:
+    asked = ("--staleness", "inf", *SAVING)
+    with begin(PLAIN, tmp_path, *SERVERS, *asked, faults=faults, workers="1:2", pace_s=0.02) as run:
         run.until_fired(2)
         run.until(lambda: 2 not in run.members, "the others to go on")
         check_loose(run, run.hurry())
@@ -295,7 +300,7 @@ def test_a_loose_run_leaves_a_server_behind_that_stands_still(tmp_path: Path) ->
 
 def test_a_loose_run_leaves_a_server_behind_that_hangs(tmp_path: Path) -> None:
     faults = [Fault("hang", 2, 17, "update")]
-    asked = ("--staleness", "2", "--hang-after", "4")
+    asked = ("--staleness", "2", "--hang-after", "4", *SAVING)
     with begin(PLAIN, tmp_path, *SERVERS, *asked, faults=faults, workers="1:2", pace_s=0.02) as run:
         run.until(lambda: run.members and 2 not in run.members, "the others to go on")
         check_loose(run, run.hurry())
@@ -324,9 +329,11 @@ def test_a_loose_run_that_is_wanted_back_saves_and_goes_on_later(tmp_path: Path)
         os.kill(run.it.pid, signal.SIGTERM)
         finished = run.wait(expect=75)
     assert "UNI-4002  asked to leave by SIGTERM" in finished.output
-    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.0) as run:
-        check_loose(run, run.wait())
-        assert len(run.of(events.Resumed)) == 1
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.0) as again:
+        finished = again.wait()
+        assert len(again.of(events.Resumed)) == 1
+        again.events = [event for event in again.events if event not in run.events]
+        check_loose(again, finished)
 
 
 def test_a_group_without_momentum_does_not_hide_the_state_of_another(tmp_path: Path) -> None:

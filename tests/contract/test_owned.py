@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that stay with the owners of their slices: the bits of one worker alone, for any number of workers and servers."""
+"""Sums that stay with the owners of their slices: the bits of one worker alone, for any team of workers and servers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,9 @@ def test_any_team_and_any_length(workers: int, servers: int, more: int, copies: 
 
 
 @given(st.integers(0, 5000), st.integers(1, 4), st.integers(0, 4), st.integers(0, 3))
-def test_every_copy_covers_the_vector_once_in_aligned_slices(length: int, workers: int, servers: int, copy: int) -> None:
+def test_every_copy_covers_the_vector_once_in_aligned_slices(
+    length: int, workers: int, servers: int, copy: int
+) -> None:
     membership = team(workers, servers)
     parts = [part for part in shared_out(length, membership, copy) if length_of(part)]
     parts.sort(key=lambda part: part.start)

@@ -19,6 +19,7 @@ from unisono.core import events
 MODELS = Path(__file__).with_name("train_model.py")
 SERVERS = ("--strategy", "ps")
 ASKED = ("--microbatches", "4")
+FOUR = {"UNISONO_MICROBATCHES": "4"}
 
 # Everything that a slice must keep up with: groups with settings of their own, a layer that thaws in the middle, one
 # that is never used, a schedule, a clipped norm; 77 samples in batches of 8 leave 5 for the last batch of an epoch.
@@ -101,64 +102,74 @@ def outcome(finished: Finished) -> tuple[str, list[float], dict[str, float]]:
     return finished.weights_sha256, losses(finished), finished.result["metrics"]
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """SCRIPT on one worker, without servers."""
+    return run_python(SCRIPT, tmp_path_factory.mktemp("calm"), env=FOUR)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """CLOUDS, with everybody waiting for everybody."""
+    return run_python(CLOUDS, tmp_path_factory.mktemp("calm"), env=FOUR)
+
+
 # --- staleness 0
 
 
-@pytest.mark.parametrize(
-    ("model", "counts"), [("cnn", ((2, 1), (3, 2))), ("lm", ((1, 2), (2, 0))), ("lstm", ((3, 1),)), ("mlp", ((1, 0),))]
-)
+@pytest.mark.parametrize(("model", "counts"), [("cnn", ((2, 1), (3, 2))), ("lm", ((1, 2), (2, 0))), ("mlp", ((3, 1),))])
 def test_without_staleness_servers_give_the_bits_of_all_reduce(
     model: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
     """By hash, by every step's loss, by the evaluation."""
-    expected = outcome(run_unisono(MODELS, tmp_path, *ASKED, workers=2, script_args=(model,)))
+    alone = outcome(run_python(MODELS, tmp_path, model, env=FOUR))
     for workers, servers in counts:
         asked = (*ASKED, *SERVERS, "--servers", str(servers))
         finished = run_unisono(MODELS, tmp_path, *asked, workers=workers, script_args=(model,))
-        assert outcome(finished) == expected, f"{workers} workers, {servers} servers"
+        assert outcome(finished) == alone, f"{workers} workers, {servers} servers"
         (formed,) = finished.events_of(events.MembershipChanged)
         assert len(formed.members) == workers + servers
+        assert [first == last for first, last in formed.ranges] == [False] * workers + [True] * servers
 
 
-@pytest.mark.parametrize("servers", [0, 2])
-def test_slices_keep_up_with_layers_that_thaw_groups_schedules_and_clipping(servers: int, tmp_path: Path) -> None:
-    expected = outcome(run_unisono(SCRIPT, tmp_path, *ASKED, workers=1))
-    finished = run_unisono(SCRIPT, tmp_path, *ASKED, *SERVERS, "--servers", str(servers), workers=2)
-    assert outcome(finished) == expected
+def test_slices_keep_up_with_layers_that_thaw_groups_schedules_and_clipping(expected: Finished, tmp_path: Path) -> None:
+    finished = run_unisono(SCRIPT, tmp_path, *ASKED, *SERVERS, "--servers", "2", workers=2)
+    assert outcome(finished) == outcome(expected)
 
 
-def test_one_process_alone_is_its_own_server(tmp_path: Path) -> None:
-    environment = {"UNISONO_MICROBATCHES": "4"}
-    expected = outcome(run_python(SCRIPT, tmp_path, env=environment))
-    assert outcome(run_python(SCRIPT, tmp_path, env=environment | {"UNISONO_STRATEGY": "ps"})) == expected
-    loose = run_python(CLOUDS, tmp_path, env=environment | {"UNISONO_STRATEGY": "ps", "UNISONO_STALENESS": "inf"})
-    assert_learnt(loose, {"loss": 0.0})
+def test_one_process_alone_is_its_own_server(expected: Finished, together: Finished, tmp_path: Path) -> None:
+    assert outcome(run_python(SCRIPT, tmp_path, env=FOUR | {"UNISONO_STRATEGY": "ps"})) == outcome(expected)
+    loose = {"UNISONO_STRATEGY": "ps", "UNISONO_STALENESS": "inf"}
+    assert_learnt(run_python(CLOUDS, tmp_path, env=FOUR | loose), together)
 
 
 # --- staleness
 
 
-def assert_learnt(finished: Finished, reference: dict[str, float]) -> None:
-    """All steps, every sample once an epoch, a finite loss all along, and in the end one like that of `reference`."""
+def assert_learnt(finished: Finished, together: Finished) -> None:
+    """All steps, every sample once an epoch, a finite loss all along, and in the end about that of all together."""
     steps = finished.events_of(events.StepFinished)
     assert (steps[-1].step, steps[-1].samples) == (121, 330 * 11)
     assert all(math.isfinite(step.loss) for step in steps)
     assert finished.result is not None
+    assert together.result is not None
     assert finished.result["steps"] == 121
-    assert finished.result["metrics"]["loss"] < reference["loss"] + 0.05
-    assert steps[0].loss > 0.5, "the test's task is too easy to tell anything"
+    assert finished.result["metrics"]["loss"] < together.result["metrics"]["loss"] + 0.05
+    assert steps[0].loss > 0.5, "the task is too easy to tell anything"
 
 
-@pytest.mark.parametrize(("staleness", "workers", "servers"), [("2", 3, 1), ("inf", 2, 2), ("inf", 3, 0)])
+@pytest.mark.parametrize(("staleness", "workers", "servers"), [("2", 3, 1), ("inf", 2, 2)])
 def test_with_staleness_the_loss_is_near_the_synchronous_one(
-    staleness: str, workers: int, servers: int, tmp_path: Path
+    staleness: str, workers: int, servers: int, together: Finished, tmp_path: Path
 ) -> None:
-    together = run_unisono(CLOUDS, tmp_path, *ASKED, workers=1)
     assert together.result is not None
     assert together.result["metrics"]["loss"] < 0.1
     asked = (*ASKED, *SERVERS, "--servers", str(servers), "--staleness", staleness)
     finished = run_unisono(CLOUDS, tmp_path, *asked, workers=workers)
-    assert_learnt(finished, together.result["metrics"])
+    assert_learnt(finished, together)
+    told = finished.events_of(events.Staleness)[-1]
+    assert sum(told.leads.values()) == 121 * workers, "each piece is begun once"
+    assert max(map(int, told.leads)) <= float(staleness)
 
 
 # --- checkpoints
@@ -168,42 +179,34 @@ def test_with_staleness_the_loss_is_near_the_synchronous_one(
     ("first", "then"),
     [
         ((*SERVERS, "--servers", "2"), ("--strategy", "allreduce")),
-        (("--strategy", "allreduce"), (*SERVERS, "--servers", "2")),
-        ((*SERVERS, "--servers", "0"), (*SERVERS, "--servers", "1")),
+        (("--strategy", "allreduce"), (*SERVERS, "--servers", "0")),
     ],
-    ids=["servers, then all-reduce", "all-reduce, then servers", "workers serve, then a server"],
+    ids=["servers, then all-reduce", "all-reduce, then servers"],
 )
 def test_a_checkpoint_of_one_strategy_is_taken_up_by_the_other(
-    first: tuple[str, ...], then: tuple[str, ...], tmp_path: Path
+    first: tuple[str, ...], then: tuple[str, ...], expected: Finished, tmp_path: Path
 ) -> None:
     """Stopped in the middle of an epoch, with momentum, a schedule and a thawed layer on the way."""
-    expected = run_unisono(SCRIPT, tmp_path, *ASKED, workers=1)
     named = (*ASKED, "--name", "r")
     stopped = run_unisono(SCRIPT, tmp_path, *named, *first, "--stop-after", "13", workers=2)
     assert losses(stopped) == losses(expected)[:13]
     resumed = run_unisono(SCRIPT, tmp_path, *named, *then, workers=2)
     assert [event.step for event in resumed.events_of(events.Resumed)] == [13]
-    assert losses(resumed) == losses(expected)
-    assert resumed.weights_sha256 == expected.weights_sha256
+    assert outcome(resumed) == outcome(expected)
 
 
-def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(tmp_path: Path) -> None:
-    """The bound decides the bits, so going on with another one is asked for by name."""
+def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(together: Finished, tmp_path: Path) -> None:
+    """Stopped where it was told, in the middle of a round. The bound decides the bits, so another is asked for."""
     named = (*ASKED, "--name", "r", *SERVERS)
-    run_unisono(CLOUDS, tmp_path, *named, "--staleness", "inf", "--stop-after", "50", workers=2)
+    stopped = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "inf", "--stop-after", "50", workers=2)
+    assert stopped.result is not None
+    assert stopped.result["steps"] == 50
     refused = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", workers=2, expect=None)
     assert refused.exit_code != 0
     assert "staleness" in refused.output
     resumed = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", "--resume", "force", workers=2)
     assert [event.step for event in resumed.events_of(events.Resumed)] == [50]
-    assert_learnt(resumed, {"loss": 0.05})
-
-
-def test_an_asynchronous_run_stops_after_the_step_it_was_told(tmp_path: Path) -> None:
-    asked = (*ASKED, *SERVERS, "--staleness", "2", "--stop-after", "23")
-    finished = run_unisono(CLOUDS, tmp_path, *asked, workers=2)
-    assert finished.result is not None
-    assert finished.result["steps"] == 23
+    assert_learnt(resumed, together)
 
 
 # --- what cannot be
@@ -245,14 +248,13 @@ unisono.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     ("text", "options", "says"),
     [
         ("fit(optimizer=torch.optim.LBFGS)", (), ["LBFGS cannot run on parameter servers", "several times a step"]),
-        ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "element by element"]),
+        ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "depends on"]),
         (OWN_LOOP, (), ["--strategy ps and a loop of one's own"]),
         ("fit()", ("--compress", "fp16"), ["--strategy ps and --compress fp16"]),
         ("fit()", ("--local-steps", "4"), ["--local-steps cannot take effect", "--strategy local"]),
-        ("fit(local=unisono.LocalSteps(h=4))", ("--local-steps", "4"), ["--local-steps cannot take effect"]),
-        ("fit(data=unisono.Data(DATA, loader_processes=1))", ("--staleness", "inf"), ["loader_processes=1", "staleness"]),
+        ("fit(data=unisono.Data(DATA, loader_processes=1))", ("--staleness", "inf"), ["loader_processes=1", "stale"]),
     ],
-    ids=["LBFGS", "Adafactor", "own loop", "compressed", "local steps", "both", "loader processes"],
+    ids=["LBFGS", "Adafactor", "own loop", "compressed", "local steps", "loader processes"],
 )  # fmt: skip
 def test_a_script_that_servers_cannot_run_ends_with_the_reason(
     text: str, options: tuple[str, ...], says: list[str], tmp_path: Path

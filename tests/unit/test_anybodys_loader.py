@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in which anybody may compute anything: whoever fetches a turn of a microbatch gets what its step would read."""
+"""Rounds in which anybody may compute anything: whoever fetches a turn of a microbatch gets what its step reads."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def every(turns: int, parts: int) -> list[Piece]:
 
 
 def go_through(clock: Clock, chosen: list[int], workers: int = 4) -> list[tuple[str, int, Piece]]:
-    """Workers act in the order `chosen`, then in turn until the end: whoever has a piece finishes it, the others ask."""
+    """Workers act in the order `chosen`, then in turn until the end: who has a piece finishes it, the others ask."""
     has: dict[int, Piece] = {}
     story: list[tuple[str, int, Piece]] = []
     idle = 0

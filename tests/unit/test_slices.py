@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of a bucket: cut anywhere and joined again they are what they were, and the newest of several copies counts."""
+"""Slices of a bucket: cut anywhere and joined again they are what they were; the newest of several copies counts."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 `Comm` knows who sends what beforehand; a server does not know what comes next from whom. So a question begins with a
 header of fixed length that says what follows, and so does its answer. `Asker` asks, `Answering` answers with one
 thread for each who may ask, so that somebody who is kept waiting keeps nobody else. What is asked is not known here;
-several who answer on one rank share its questions `by_subject`.
+several who answer on one rank share its questions `by_subject`. Who asks itself is answered without a wire or a thread.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from unisono.core.errors import PeerLost
 
 _QUESTION = 1 << 24  # tags of headers, and the next of what follows them; above everything else
 _ANSWER = _QUESTION + 2
-_NUMBERS, _VECTORS = 16, 8  # at most
+_NUMBERS, _VECTORS = 16, 128  # at most
 _HEADER = 3 + _NUMBERS + 2 * _VECTORS
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -61,10 +62,14 @@ class Room:
         return found[:length]
 
 
-class Asked:
-    """A question under way. What its answer brings lies in `room`, if one was given."""
+class Asked(Protocol):
+    """A question under way. What its answer brings lies in the room, if one was given."""
 
-    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[Asked]) -> None:
+    def wait(self) -> Words: ...
+
+
+class _Sent:
+    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent]) -> None:
         self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
         self._header = torch.empty(_HEADER, dtype=torch.int64)
         self._coming = comm.exchange([], [Message(peer, self._header)], _ANSWER)
@@ -84,24 +89,49 @@ class Asked:
         self._answer = answer
 
 
-class Asker:
-    """One at a time may wait; several questions may be under way, and are answered in order by each who is asked."""
+class _Own:
+    """Answered when it is waited for, so that what was asked of others meanwhile is on its way; in the order asked."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self._lines: dict[int, deque[Asked]] = defaultdict(deque)  # by peer: what is under way, in the order asked
+    def __init__(self, rank: int, words: Words, answer: Answer, line: deque[_Own]) -> None:
+        self._rank, self._words, self._from, self._line = rank, words, answer, line
+        self._answer: Words | None = None
+        line.append(self)
+
+    def wait(self) -> Words:
+        while self._answer is None:
+            self._line.popleft()._take()
+        return self._answer
+
+    def _take(self) -> None:
+        found = self._from(self._rank, self._words)
+        self._answer = Words(found.what, found.numbers, [vector.clone() for vector in found.vectors])
+
+
+class Asker:
+    """One at a time may wait; several questions may be under way, and are answered in order by each who is asked.
+
+    `own` answers what is asked of this rank itself.
+    """
+
+    def __init__(self, comm: Comm, own: Answer | None = None) -> None:
+        self._comm, self._own = comm, own
+        self._lines: dict[int, deque[_Sent]] = defaultdict(deque)  # by peer: what is under way, in the order asked
+        self._own_line: deque[_Own] = deque()
         self._left: set[int] = set()
 
     def ask(self, peer: int, words: Words, room: Room | None = None) -> Asked:
         if peer in self._left:
             raise ValueError(f"rank {peer} answers no more: it was bid farewell")
+        if peer == self._comm.rank and self._own is not None:
+            return _Own(peer, words, self._own, self._own_line)
         sent = _send(self._comm, peer, words, _QUESTION)
-        return Asked(self._comm, peer, sent, room or Room(), self._lines[peer])
+        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer])
 
     def farewell(self, peers: Sequence[int]) -> None:
         """Nothing more will be asked in this generation."""
         self._left.update(peers)
-        for pending in [_send(self._comm, peer, Words(_FAREWELL), _QUESTION) for peer in peers]:
+        others = [peer for peer in peers if peer != self._comm.rank or self._own is None]
+        for pending in [_send(self._comm, peer, Words(_FAREWELL), _QUESTION) for peer in others]:
             pending.wait()
 
 
@@ -114,13 +144,18 @@ class Answering:
     """`answer(rank, question)` is called in the thread of that rank; it may wait, but not for ever: see `stopped`.
 
     What the question brought is overwritten by the next of the same rank. `on_stop` is called, in any thread, when
-    `stopped` is set: it wakes whoever waits in `answer`.
+    `stopped` is set: it wakes whoever waits in `answer`; `on_farewell` in the thread of the rank that said it.
     """
 
     def __init__(
-        self, comm: Comm, peers: Sequence[int], answer: Answer, on_stop: Callable[[], None] = lambda: None
+        self,
+        comm: Comm,
+        peers: Sequence[int],
+        answer: Answer,
+        on_stop: Callable[[], None] = lambda: None,
+        on_farewell: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._comm, self._answer, self._on_stop = comm, answer, on_stop
+        self._comm, self._answer, self._on_stop, self._on_farewell = comm, answer, on_stop, on_farewell
         self._generation = comm.generation  # whoever fails late must not end the next
         self._lock = threading.Lock()
         self.stopped = threading.Event()  # nobody should wait any more: somebody was lost
@@ -146,7 +181,7 @@ class Answering:
                 self._comm.exchange([], [Message(peer, header)], _QUESTION).wait()
                 question = _receive(self._comm, peer, header, room, _QUESTION)
                 if question.what == _FAREWELL:
-                    return
+                    return self._on_farewell(peer)
                 _send(self._comm, peer, self._answer(peer, question), _ANSWER).wait()
         except BaseException as error:
             self._fail(error)

@@ -23,17 +23,16 @@ from torch import Tensor, nn
 from unisono.comm.asking import Asker, Room, Words
 from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
-from unisono.comm.sharing import empty_for
 from unisono.comm.tree import Landing
 from unisono.core import events
 from unisono.core.errors import NonFiniteLoss, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.gradients import Assignment, Gradients
-from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Owner, Tallies, bits, length_of, spans
+from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Owner, Tallies, bits, spans
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import pace_of
-from unisono.parallel.slices import Seen
+from unisono.parallel.slice_optimizer import in_memory, pace_of
+from unisono.parallel.slices import Seen, segments
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
 _SEEN_TAG = (1 << 25) + 8
@@ -54,7 +53,6 @@ class Asynchronous(ParameterServer):
         self._finished: Seen = {}
         self._ranges: list[range] = []
         self._round = -1  # whose pieces the slices have seen
-        self._outgoing: dict[int, Tensor] = {}  # by owner
 
     # --- membership
 
@@ -148,6 +146,7 @@ class Asynchronous(ParameterServer):
         mine = range(piece.first, piece.last)
         landings = tuple(Landing(level=0, merges=min(place, 1)) for place in range(len(mine)))
         self._gradients.begin_step(Assignment(mine, landings), lambda _: None)
+        self._nominal = len(mine) / len(self._weights)  # the piece's share of its step, if all microbatches are equal
         self._share, self._loss = 0.0, 0.0
 
     def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
@@ -167,20 +166,17 @@ class Asynchronous(ParameterServer):
             self._share += microbatch.weight
             self._loss += value * microbatch.weight
             if loss.requires_grad:
-                (loss * microbatch.weight).backward()  # type: ignore[no-untyped-call]
+                (loss * (microbatch.weight / self._nominal)).backward()  # type: ignore[no-untyped-call]
         self._gradients.end_microbatch()
 
     @torch.no_grad()
     def _push(self, piece: Piece) -> None:
         gradients = self._gradients
         assert gradients is not None
-        if self._share:
-            for bucket in self._buckets(gradients):
-                bucket.mul_(1.0 / self._share)
         gradients.publish(gradients.used)
         self.before_update()
         loss = self._loss / self._share if self._share else 0.0
-        self._fetch(PUSH, (*piece, bits(self._share), bits(loss)), gradients)
+        self._fetch(PUSH, (*piece, bits(self._nominal if self._share else 0.0), bits(loss)), gradients)
 
     @torch.no_grad()
     def _fetch(self, what: int, numbers: Sequence[int] = (), pushed: Gradients | None = None) -> None:
@@ -189,19 +185,14 @@ class Asynchronous(ParameterServer):
         assert gradients is not None
         asked = []
         for rank in self._membership.owners:
-            vectors = [self._packed(rank, gradients), _flags(gradients.used)] if pushed is not None else []
+            vectors = [*self._slices_of(rank, gradients), _flags(gradients.used)] if pushed is not None else []
             words = Words(what, (self._known[rank], *numbers), vectors)
             asked.append((rank, self._begin_asking(rank, words)))
-        changed = False
         for rank, wait in asked:
             answer = wait()
             self._known[rank] = answer.numbers[0]
             if answer.vectors:
-                changed = True
-                self._unpack(rank, answer.vectors[0], gradients)
-        if changed:
-            for position, parameter in enumerate(gradients.parameters):
-                parameter.copy_(gradients.view(position))
+                self._put(rank, answer.vectors[0], gradients)
 
     def _ask(self, rank: int, words: Words) -> Words:
         return self._begin_asking(rank, words)()
@@ -212,21 +203,17 @@ class Asynchronous(ParameterServer):
             return partial(self._owner.answer, rank, words)
         return self._asker.ask(rank, words, self._rooms[rank]).wait
 
-    def _packed(self, rank: int, gradients: Gradients) -> Tensor:
-        """Our gradient of an owner's slices, in one vector."""
-        found, buckets = spans(gradients.layout, self._membership, rank), self._buckets(gradients)
-        room = self._outgoing.get(rank)
-        if room is None or room.numel() != length_of(found):
-            kind = buckets[0]
-            room = self._outgoing[rank] = empty_for(self.comm, length_of(found), kind.dtype, kind.device)
-        for span in found:
-            room[span.here] = buckets[span.place[0]][span.inside]
-        return room
-
-    def _unpack(self, rank: int, vector: Tensor, gradients: Gradients) -> None:
+    def _slices_of(self, rank: int, gradients: Gradients) -> list[Tensor]:
+        """Our gradient of an owner's slices."""
         buckets = self._buckets(gradients)
+        return [buckets[span.place[0]][span.inside] for span in spans(gradients.layout, self._membership, rank)]
+
+    def _put(self, rank: int, vector: Tensor, gradients: Gradients) -> None:
+        """An owner's weights into the model."""
         for span in spans(gradients.layout, self._membership, rank):
-            buckets[span.place[0]][span.inside] = vector[span.here]
+            part = vector[span.here]
+            for one in segments(gradients.layout, *span.place):
+                in_memory(gradients.parameters[one.parameter])[one.inside] = part[one.here]
 
     # --- the end of a round
 

@@ -139,6 +139,7 @@ class KeyValueShard:
         self._arrived: dict[int, int] = defaultdict(int)  # by worker: at how many barriers
         self._news = threading.Condition()  # of entries and barriers
         self._over = False
+        self._left: set[int] = set()  # workers that ask no more
         self._verbs: Mapping[int, Callable[[int, Words], Sequence[Tensor]]] = {
             INIT: self._init,
             PUSH: self._push,
@@ -165,24 +166,42 @@ class KeyValueShard:
     def give_up(self) -> None:
         """Somebody was lost: whoever waits for others waits in vain."""
         self._over = True
-        for condition in (self._news, *(entry.changed for entry in list(self._entries.values()))):
-            with condition:
-                condition.notify_all()
+        self._wake()
+
+    def leave(self, rank: int) -> None:
+        """This worker will push nothing more: whoever waits for a push of it shall hear that."""
+        self._left.add(self._workers[rank])
+        self._wake()
 
     def regroup(self, workers: Sequence[int]) -> None:
         """Go on with these, when nobody asks. Pushes that still waited for others are forgotten; values stay."""
         self._workers = {rank: worker for worker, rank in enumerate(workers)}
         self._arrived.clear()
+        self._left.clear()
         self._over = False
         for entry in self._entries.values():
             entry.rounds.clear()
             entry.pushes = defaultdict(int, dict.fromkeys(range(len(workers)), entry.version))
 
-    def _await(self, condition: threading.Condition, true: Callable[[], bool]) -> None:
-        """With the condition held."""
-        condition.wait_for(lambda: self._over or true())
-        if not true():
+    def _wake(self) -> None:
+        for condition in (self._news, *(entry.changed for entry in list(self._entries.values()))):
+            with condition:
+                condition.notify_all()
+
+    def _await(
+        self, condition: threading.Condition, true: Callable[[], bool], owes: Callable[[int], bool], what: str
+    ) -> None:
+        """With the condition held. `owes(worker)`: it has yet to do its part; then it must not have left."""
+        condition.wait_for(lambda: self._over or true() or any(map(owes, self._left)))
+        if true():
+            return
+        if self._over:
             raise PeerLost("a worker was lost for whose push or barrier others waited")
+        raise SetupError(
+            f"worker {min(filter(owes, self._left))} has finished, and others wait for {what} of it",
+            cause="the workers do not push, or come to a barrier, equally often",
+            do="give every worker as many batches; or use dist_async, where nobody waits for the pushes of others",
+        )
 
     def _init(self, worker: int, question: Words) -> Sequence[Tensor]:
         """The first worker brings the value; the others wait for it. Every key comes to every server, for the order."""
@@ -194,7 +213,7 @@ class KeyValueShard:
                 self._order.append(seen)
                 self._entries[key] = _Entry(value.clone())
                 self._news.notify_all()
-            self._await(self._news, lambda: number < len(self._order))
+            self._await(self._news, lambda: number < len(self._order), lambda other: other == 0, "a key")
             first = self._order[number]
         if seen != first:
             raise SetupError(
@@ -247,7 +266,10 @@ class KeyValueShard:
     def _await_own(self, entry: _Entry, worker: int, question: Words) -> None:
         """Until what this worker pushed is in the value."""
         if question.numbers[0]:
-            self._await(entry.changed, lambda: entry.version >= entry.pushes[worker])
+            mine = entry.pushes[worker]
+            self._await(
+                entry.changed, lambda: entry.version >= mine, lambda other: entry.pushes[other] < mine, "a push"
+            )
 
     def _set_optimizer(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
         name, arguments = unpacked(question.vectors[0])
@@ -260,7 +282,12 @@ class KeyValueShard:
             self._arrived[worker] += 1
             mine = self._arrived[worker]
             self._news.notify_all()
-            self._await(self._news, lambda: all(self._arrived[each] >= mine for each in self._workers.values()))
+            self._await(
+                self._news,
+                lambda: all(self._arrived[each] >= mine for each in self._workers.values()),
+                lambda other: self._arrived[other] < mine,
+                "a barrier",
+            )
         return []
 
     def _entry(self, question: Words) -> _Entry:

@@ -168,12 +168,13 @@ class Owner:
     def _see(self, found: Sequence[Span], numbers: Sequence[int], vectors: Sequence[Tensor]) -> None:
         """Make the update of a piece on those slices that have not seen it."""
         piece, share, loss = Piece(*numbers[:3]), number(numbers[3]), number(numbers[4])
-        gradient, used = vectors[0], [bool(flag) for flag in vectors[1].tolist()]
-        for span in found:
+        *gradients, flags = vectors
+        used = [bool(flag) for flag in flags.tolist()]
+        for span, gradient in zip(found, gradients, strict=True):
             for one in self._held[span.place]:
                 if piece in one.seen:
                     continue
-                first = span.first + one.start - span.place[1]
+                first = one.start - span.place[1]
                 if share:
                     one.step(gradient[first : first + one.stop - one.start], used, self._pace(share))
                 one.seen[piece] = loss

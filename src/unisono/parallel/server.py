@@ -21,7 +21,7 @@ from unisono.comm.handing import hand_round
 from unisono.comm.reducers.owned import OwnedReducer, shared_out
 from unisono.comm.seam import Comm
 from unisono.comm.slicing import length_of
-from unisono.core.errors import SlicesLost
+from unisono.core.errors import SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.gradients import Gradients
@@ -46,6 +46,7 @@ class ParameterServer(AllReduce):
         copies: int = 1,
     ) -> None:
         self._keeps_state = keeps_state(optimizer)
+        _refuse_gaps(model)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_owned)
         self.copies = copies
         self.version = 0  # of the weights in the model: updates that they have seen
@@ -245,3 +246,13 @@ class ParameterServer(AllReduce):
             for part in pieces(slices, bucket, 0, length, layout)[0]
         ]  # fmt: skip
         put_in(self.optimizer, gradients.parameters, layout, whole)
+
+
+def _refuse_gaps(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            raise SetupError(
+                f"the parameter {name} does not lie in memory in one piece",
+                cause="it is a part of another tensor, or an expanded one, so it cannot be cut into slices",
+                do="make it a tensor of its own: nn.Parameter(tensor.clone())",
+            )

@@ -108,6 +108,11 @@ def _copied(value: Any) -> Any:
 # --- the user's optimizer, whole
 
 
+def in_memory(parameter: Tensor) -> Tensor:
+    """A parameter as it lies in memory, without a gap: a view."""
+    return parameter.detach().as_strided((parameter.numel(),), (1,))
+
+
 def flat(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The elements in the order in which they lie in the parameter's memory."""
     return tensor.detach().permute(_order(parameter)).reshape(-1)
