@@ -16,11 +16,13 @@ from unisono.core import seeds as _seeds
 
 if TYPE_CHECKING:
     from unisono import data as data
+    from unisono import ps as ps
     from unisono.core.errors import UnisonoError as UnisonoError
     from unisono.data.loading import Data as Data
     from unisono.parallel.local import LocalSteps as LocalSteps
     from unisono.train.context import first_worker as first_worker
     from unisono.train.context import set_script_seed as seed
+    from unisono.train.door import kvstore as kvstore
     from unisono.train.evaluation import accuracy as accuracy
     from unisono.train.learning_rate import WarmUp as WarmUp
     from unisono.train.learning_rate import scaled_lr as scaled_lr
@@ -55,7 +57,9 @@ __all__ = [
     "attach",
     "data",
     "first_worker",
+    "kvstore",
     "layer_groups",
+    "ps",
     "scaled_lr",
     "seed",
 ]
@@ -77,6 +81,7 @@ _HOMES = {
     "accuracy": "unisono.train.evaluation",
     "attach": "unisono.train.own_loop",
     "first_worker": "unisono.train.context",
+    "kvstore": "unisono.train.door",
     "layer_groups": "unisono.train.optimizers.layerwise",
     "scaled_lr": "unisono.train.learning_rate",
 }
@@ -85,6 +90,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "data":
         return import_module("unisono.data")
+    if name == "ps":
+        return import_module("unisono.ps")
     if name == "seed":
         return import_module("unisono.train.context").set_script_seed
     if name in _HOMES:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from chaos.recovering import BEGINNING, Calm, Watch, begin, calm_run
+from chaos.recovering import BEGINNING, Calm, Watch, begin, calm_run, set_pace
 from multiproc.running import Finished, run_command
 from unisono.core import events
 from unisono.core.faults import Fault
@@ -162,17 +162,14 @@ def test_one_of_two_servers_is_killed_and_one_worker_with_it(calm_momentum: Calm
     assert back[0] >= 20
 
 
-def test_workers_that_own_the_slices_are_killed(calm: Calm, calm_momentum: Calm, tmp_path: Path) -> None:
-    own = ("--servers", "0")
-    for place, text, quiet in (("plain", PLAIN, calm), ("momentum", MOMENTUM, calm_momentum)):
-        folder = tmp_path / place
-        folder.mkdir()
-        with begin(text, folder, *SERVERS, *SAVING, *own, workers="1:2") as run:
-            run.until_step(23)
-            run.kill(0)
-            run.until_many(2, without=[0])
-            back = check_went_back(run, run.hurry(), quiet)
-            assert len(back) == (place == "momentum")
+def test_a_worker_that_owns_slices_is_killed(calm_momentum: Calm, tmp_path: Path) -> None:
+    with begin(MOMENTUM, tmp_path, *SERVERS, *SAVING, "--servers", "0", workers="1:2") as run:
+        run.until_step(23)
+        run.kill(0)
+        run.until_many(2, without=[0])
+        back = check_went_back(run, run.hurry(), calm_momentum)
+    assert len(back) == 1
+    assert back[0] >= 20
 
 
 def test_the_coordinator_is_killed_alone_with_a_worker_and_with_a_server(calm: Calm, tmp_path: Path) -> None:
@@ -307,23 +304,24 @@ def test_a_loose_run_leaves_a_server_behind_that_hangs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("staleness", "servers"), [("inf", "1"), ("2", "0")])
-def test_a_loose_run_is_scaled_and_its_workers_are_wanted_back(staleness: str, servers: str, tmp_path: Path) -> None:
+def test_a_loose_run_is_scaled_and_a_worker_is_wanted_back(staleness: str, servers: str, tmp_path: Path) -> None:
     asked = ("--staleness", staleness, *NEVER, "--servers", servers)
-    at_once = 2 + int(servers)
-    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers="1:2", pace_s=0.02) as run:
+    others = int(servers)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers="1:3", pace_s=0.03) as run:
         run.until_step(16)
+        assert "from 3 to 2 workers" in run_command(tmp_path, "scale", "chaos", "2").output
+        run.until_many(2 + others)
+        run.signal(0, signal.SIGTERM)
+        run.until(lambda: 0 not in run.members, "the others to go on")
+        set_pace(tmp_path, 0.1)
         run_command(tmp_path, "scale", "chaos", "3")
-        run.until_many(at_once + 1)
-        run_command(tmp_path, "scale", "chaos", "2")
-        run.until_many(at_once)
-        leaving = next(worker for worker in run.members if worker not in serving(run))
-        run.signal(leaving, signal.SIGTERM)
-        run.until(lambda: leaving not in run.members, "the others to go on")
+        run.until_many(3 + others)
         check_loose(run, run.hurry())
+        assert len(serving(run)) == others
 
 
 def test_a_loose_run_that_is_wanted_back_saves_and_goes_on_later(tmp_path: Path) -> None:
-    asked = ("--staleness", "inf", *NEVER)
+    asked = ("--staleness", "inf", *SAVING)
     with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.02) as run:
         run.until_step(16)
         os.kill(run.it.pid, signal.SIGTERM)
@@ -332,7 +330,7 @@ def test_a_loose_run_that_is_wanted_back_saves_and_goes_on_later(tmp_path: Path)
     with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers=2, pace_s=0.0) as again:
         finished = again.wait()
         assert len(again.of(events.Resumed)) == 1
-        again.events = [event for event in again.events if event not in run.events]
+        again.events = again.events[len(run.events) :]
         check_loose(again, finished)
 
 

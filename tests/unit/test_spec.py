@@ -186,6 +186,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "servers": None,
         "staleness": "",
         "copies": None,
+        "delayed": "",
         "plaintext": False,
     }
 

@@ -173,6 +173,10 @@ def run(
         int | None,
         typer.Option(help="With --strategy ps: servers that hold each slice (default 1).", metavar="N"),
     ] = None,
+    delayed: Annotated[
+        str | None,
+        typer.Option(help="With --staleness: gradients that come late are scaled (scale) or corrected (compensate)."),
+    ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
@@ -216,7 +220,7 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
-        "servers": servers, "staleness": staleness, "copies": copies,
+        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed,
         "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}

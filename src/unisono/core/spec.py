@@ -24,7 +24,7 @@ from unisono.core.interval import parse_interval
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -100,6 +100,7 @@ class RunSpec(BaseModel):
     servers: int | None = Field(default=None, ge=0)
     staleness: str = ""
     copies: int | None = Field(default=None, ge=1)
+    delayed: Literal["", "scale", "compensate"] = ""
     plaintext: bool = False
 
     @property
@@ -114,9 +115,12 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        given = [name for name in ("servers", "staleness", "copies") if getattr(self, name) not in (None, "")]
+        names = ("servers", "staleness", "copies", "delayed")
+        given = [name for name in names if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
+        if self.delayed and self.bound == 0:
+            raise ValueError("with staleness 0 nothing is late; add --staleness, or leave out --delayed")
         if (self.copies or 1) > max(1, self.serving):
             raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
         return self
@@ -174,6 +178,7 @@ class JobSpec(BaseModel):
     compress: str = "none"
     local: str = ""  # how replicas update on their own, empty: not at all
     staleness: str = ""  # how far workers may be apart, empty: not at all
+    delayed: str = ""  # what is done about gradients that come late, empty: nothing
     parameters: int = 0
 
 
@@ -228,7 +233,9 @@ def build_run_spec(values: dict[str, Any], source: str) -> RunSpec:
         return RunSpec(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "spec"
+        key = ".".join(map(str, first["loc"]))
+        if not key:  # what does not go together
+            raise UsageError(f"{source}: {first['msg'].removeprefix('Value error, ')}") from None
         raise UsageError(f"{source}: {key} = {first['input']!r}: {first['msg']}") from None
 
 

@@ -29,7 +29,7 @@ from unisono.core.errors import NonFiniteLoss, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.gradients import Assignment, Gradients
-from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Owner, Tallies, bits, spans
+from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Delayed, Owner, Tallies, bits, spans
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slice_optimizer import in_memory, pace_of
 from unisono.parallel.slices import Seen, segments
@@ -42,10 +42,15 @@ class Asynchronous(ParameterServer):
     """`bound`: how many steps a worker may be ahead of the slowest; None: any number."""
 
     def __init__(
-        self, *arguments: Any, bound: int | None = None, emit: events.Sink = lambda _: None, **keywords: Any
+        self,
+        *arguments: Any,
+        bound: int | None = None,
+        delayed: Delayed = "",
+        emit: events.Sink = lambda _: None,
+        **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
-        self.bound, self.emit = bound, emit
+        self.bound, self.delayed, self.emit = bound, delayed, emit
         _refuse_mixed(self.model)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
@@ -65,6 +70,7 @@ class Asynchronous(ParameterServer):
         if membership is not None:
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
             self._rooms = [Room() for _ in membership.members]
+            self.tallies.rooms = {}
             self._known = dict.fromkeys(membership.owners, -1)  # versions of the weights that we have of each
             self._ask_what_was_seen(membership)
 
@@ -135,6 +141,7 @@ class Asynchronous(ParameterServer):
             clock,
             self.copies,
             self._pace,
+            self.delayed,
         )
 
     def _next_piece(self, finished: Piece | None) -> Piece | None:

@@ -139,7 +139,7 @@ class KeyValueShard:
         self._arrived: dict[int, int] = defaultdict(int)  # by worker: at how many barriers
         self._news = threading.Condition()  # of entries and barriers
         self._over = False
-        self._left: set[int] = set()  # workers that ask no more
+        self._left: frozenset[int] = frozenset()  # workers that ask no more
         self._verbs: Mapping[int, Callable[[int, Words], Sequence[Tensor]]] = {
             INIT: self._init,
             PUSH: self._push,
@@ -170,14 +170,15 @@ class KeyValueShard:
 
     def leave(self, rank: int) -> None:
         """This worker will push nothing more: whoever waits for a push of it shall hear that."""
-        self._left.add(self._workers[rank])
+        with self._news:
+            self._left |= {self._workers[rank]}
         self._wake()
 
     def regroup(self, workers: Sequence[int]) -> None:
         """Go on with these, when nobody asks. Pushes that still waited for others are forgotten; values stay."""
         self._workers = {rank: worker for worker, rank in enumerate(workers)}
         self._arrived.clear()
-        self._left.clear()
+        self._left = frozenset()
         self._over = False
         for entry in self._entries.values():
             entry.rounds.clear()

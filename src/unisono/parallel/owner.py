@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +32,12 @@ from unisono.parallel.layout import Layout
 from unisono.parallel.slice_optimizer import SliceOptimizer
 
 TAKE, PUSH, PULL, COPY, PIECE, OVER, WEIGHTS = range(7)
+
+COMPENSATION = 0.04  # as Zheng et al. 2017 have it
+
+Delayed = Literal["", "scale", "compensate"]
+"""What is done about gradients of weights that are not the newest any more: nothing; a learning rate divided by the
+steps that they are late (Zhang et al. 2016); or a first-order correction of them (DC-ASGD, Zheng et al. 2017)."""
 
 Place = tuple[int, int, int]  # bucket, first element, last element + 1
 Held = Mapping[Place, Sequence[SliceOptimizer]]
@@ -89,11 +96,13 @@ class Owner:
         clock: Clock | None,
         copies: int,
         pace: Callable[[float], float],
+        delayed: Delayed = "",
     ) -> None:
         """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights. `pace`:
-        by what to multiply the learning rate for an update from so much of a step."""
+        by what to multiply the learning rate for an update from so much of a step. `delayed`: see `Delayed`."""
         self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
-        self._pace = pace
+        self._pace, self._delayed = pace, delayed
+        self._pushes_a_step = len(membership.workers)
         self._spans, self._is_broken = spans(layout, membership, comm.rank), False
         self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
         owners = [*membership.owners]
@@ -132,20 +141,42 @@ class Owner:
     def answer(self, rank: int, question: Words) -> Words:
         if question.what == TAKE:
             return self._hand_out(rank, question.numbers)
-        known, *rest = question.numbers
+        known = question.numbers[0]
         with self._lock:
             if question.what == PUSH:
-                self._see(self._spans, rest, question.vectors)
-                words = Words(COPY, tuple(rest), question.vectors)
-                for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
-                    pending.wait()
-                self._tallies.delays[self._tallies.updates - known if known >= 0 else 0] += 1
-                self._tallies.updates += 1
+                self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
             return self._fresh(rank, known)
+
+    def _update(self, rank: int, question: Words, delay: int) -> None:
+        _, turn, first, last, share, loss = question.numbers
+        pace, vectors = self._pace(number(share)) if number(share) else 0.0, question.vectors
+        if self._delayed == "scale":
+            pace /= max(1.0, delay / self._pushes_a_step)
+        elif self._delayed == "compensate" and delay:
+            vectors = [*self._compensated(rank, vectors), vectors[-1]]
+        words = Words(COPY, (turn, first, last, bits(pace), loss), vectors)
+        self._see(self._spans, words)
+        for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
+            pending.wait()
+        self._tallies.delays[delay] += 1
+        self._tallies.updates += 1
+
+    @torch.no_grad()
+    def _compensated(self, rank: int, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """What the gradients would about be at the weights of now; those that the worker had are still in its room."""
+        room, found = self._tallies.rooms[rank], []
+        for span, gradient in zip(self._spans, vectors, strict=False):
+            for one in self._held[span.place]:
+                inside = slice(one.start - span.place[1], one.stop - span.place[1])
+                here = slice(span.first + inside.start, span.first + inside.stop)
+                part = gradient[inside]
+                part.addcmul_(part * part, one.weights - room[here], value=COMPENSATION)
+            found.append(gradient)
+        return found
 
     def _copy(self, rank: int, question: Words) -> Words:
         with self._copying:
-            self._see(self._copies[rank], question.numbers, question.vectors)
+            self._see(self._copies[rank], question)
         return Words(COPY)
 
     def _hand_out(self, rank: int, finished: Sequence[int]) -> Words:
@@ -165,18 +196,18 @@ class Owner:
                 self._tick.wait()
 
     @torch.no_grad()
-    def _see(self, found: Sequence[Span], numbers: Sequence[int], vectors: Sequence[Tensor]) -> None:
+    def _see(self, found: Sequence[Span], words: Words) -> None:
         """Make the update of a piece on those slices that have not seen it."""
-        piece, share, loss = Piece(*numbers[:3]), number(numbers[3]), number(numbers[4])
-        *gradients, flags = vectors
+        piece, pace, loss = Piece(*words.numbers[:3]), number(words.numbers[3]), number(words.numbers[4])
+        *gradients, flags = words.vectors
         used = [bool(flag) for flag in flags.tolist()]
         for span, gradient in zip(found, gradients, strict=True):
             for one in self._held[span.place]:
                 if piece in one.seen:
                     continue
                 first = one.start - span.place[1]
-                if share:
-                    one.step(gradient[first : first + one.stop - one.start], used, self._pace(share))
+                if pace:
+                    one.step(gradient[first : first + one.stop - one.start], used, pace)
                 one.seen[piece] = loss
 
     def _fresh(self, rank: int, known: int) -> Words:

@@ -142,7 +142,7 @@ def taken_out(
         parameter = parameters[one.parameter]
         weights[one.here] = flat(parameter, parameter)
         for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+            if isinstance(value, Tensor) and value.shape == parameter.shape and (value.ndim or name != "step"):
                 vectors.setdefault(name, torch.zeros(length, dtype=value.dtype))[one.here] = flat(value, parameter)
                 whole.setdefault(one.parameter, {})[name] = None
             else:

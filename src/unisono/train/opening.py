@@ -148,6 +148,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         compress=context.spec.compress or "none",
         local=str(request.local) if request.local else "",
         staleness=context.spec.staleness if context.spec.bound != 0 else "",
+        delayed=context.spec.delayed,
         parameters=numerics.count_parameters(request.model.parameters()),
     )
 
@@ -239,7 +240,7 @@ def _servers(
     bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
         return ParameterServer(*common, copies=copies)
-    return Asynchronous(*common, copies=copies, bound=bound, emit=context.emit)
+    return Asynchronous(*common, copies=copies, bound=bound, delayed=context.spec.delayed, emit=context.emit)
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:
