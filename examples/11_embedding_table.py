@@ -2,7 +2,7 @@
 The tables come from unisono.ps; the dense part of the model is kept in step with a key-value store, unisono.kvstore.
 
 python examples/11_embedding_table.py
-unisono run examples/11_embedding_table.py --workers 2 --strategy ps --servers 2       # then: unisono logs, for the table
+unisono run examples/11_embedding_table.py --workers 2 --strategy ps --servers 2      # then: unisono logs NAME
 unisono run examples/11_embedding_table.py --workers 2 --strategy ps --servers 2 -- --rows 50000000
 """
 

@@ -117,6 +117,14 @@ def test_workers_are_killed_at_every_place_of_a_step(calm_momentum: Calm, tmp_pa
         run.check(run.hurry(), calm_momentum, faults)
 
 
+def test_all_workers_are_killed_and_the_server_computes_until_others_come(calm_momentum: Calm, tmp_path: Path) -> None:
+    with begin(MOMENTUM, tmp_path, *SERVERS, *NEVER, workers="1:2") as run:
+        run.until_step(3)
+        run.kill(0, 1)
+        run.until_many(3, without=[0, 1])
+        run.check(run.hurry(), calm_momentum)
+
+
 def test_killed_servers_without_state_cost_nothing(calm: Calm, tmp_path: Path) -> None:
     """The first at one place of a step; then, at another, the worker that serves since then."""
     faults = [Fault("kill", 2, 5, "collective"), Fault("kill", 1, 40, "update")]
@@ -137,7 +145,7 @@ def test_killed_servers_with_state_cost_the_steps_since_the_last_checkpoint(
         assert check_went_back(run, run.hurry(), calm_momentum) == [10, 40]
 
 
-@pytest.mark.parametrize("servers", ["1", "2", "0"])
+@pytest.mark.parametrize("servers", ["1", "0"])
 def test_a_killed_owner_of_the_only_state_ends_a_run_that_saves_nothing(servers: str, tmp_path: Path) -> None:
     """Told in one sentence, quickly."""
     with begin(MOMENTUM, tmp_path, *SERVERS, *NEVER, "--servers", servers, workers="1:2") as run:
@@ -253,17 +261,17 @@ def test_a_loose_run_loses_no_update_when_workers_are_killed_and_one_is_slow(tmp
 def test_a_loose_run_waits_for_a_slow_worker_no_longer_than_it_must(staleness: str, tmp_path: Path) -> None:
     """Ten times slower for the whole run: the other does most of the work, and is never too far ahead."""
     faults = [Fault("slow", 0, factor=10.0)]
-    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", staleness, faults=faults, workers=2, pace_s=0.02) as run:
+    with begin(PLAIN, tmp_path, *SERVERS, "--staleness", staleness, faults=faults, workers=2, pace_s=0.01) as run:
         finished = run.wait()
         check_loose(run, finished)
         told = run.of(events.Staleness)[-1]
         assert sum(told.leads.values()) == STEPS * 2, "each piece is begun once"
         assert 1 < max(map(int, told.leads)) <= float(staleness)
-        in_lockstep_s = STEPS * 2 * 0.02 * 10
-        assert sum(step.seconds for step in run.of(events.StepFinished)) < in_lockstep_s / 2
+        in_lockstep_s = STEPS * 2 * 0.01 * 10
+        assert sum(step.seconds for step in run.of(events.StepFinished)) < 0.75 * in_lockstep_s
 
 
-@pytest.mark.parametrize("servers", ["1", "2", "0"])
+@pytest.mark.parametrize("servers", ["2", "0"])
 def test_a_loose_run_loses_no_update_when_an_owner_of_slices_is_killed(servers: str, tmp_path: Path) -> None:
     """It goes back to a checkpoint, and what is done again is done once."""
     asked = ("--staleness", "inf", *SAVING, "--servers", servers)
@@ -301,6 +309,15 @@ def test_a_loose_run_leaves_a_server_behind_that_hangs(tmp_path: Path) -> None:
     with begin(PLAIN, tmp_path, *SERVERS, *asked, faults=faults, workers="1:2", pace_s=0.02) as run:
         run.until(lambda: run.members and 2 not in run.members, "the others to go on")
         check_loose(run, run.hurry())
+
+
+def test_a_loose_run_puts_out_the_worker_whose_connections_are_silent_and_not_the_server(tmp_path: Path) -> None:
+    faults = [Fault("drop", 1, 21)]
+    asked = ("--staleness", "inf", "--hang-after", "4", *SAVING)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, faults=faults, workers="1:2", pace_s=0.02) as run:
+        run.until(lambda: run.members and 1 not in run.members, "the others to go on")
+        check_loose(run, run.hurry())
+        assert [event.who for event in run.of(events.WorkerRemoved)] == [1]
 
 
 @pytest.mark.parametrize(("staleness", "servers"), [("inf", "1"), ("2", "0")])

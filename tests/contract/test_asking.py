@@ -280,7 +280,7 @@ def test_after_a_farewell_nothing_can_be_asked(kind: str) -> None:
 
 def test_too_much_for_one_question_is_refused_before_anything_is_sent() -> None:
     def ask(_: Comm, asker: Asker) -> str:
-        for words in (Words(1, (0,) * 17), Words(1, (), [torch.ones(1)] * 9)):
+        for words in (Words(1, (0,) * 17), Words(1, (), [torch.ones(1)] * 129)):
             with pytest.raises(ValueError, match="too many"):
                 asker.ask(1, words)
         return f"{asker.ask(1, Words(1, (0,) * 15, [torch.ones(1)] * 8)).wait().what}"

@@ -16,7 +16,7 @@ from unisono.comm.seam import Message
 from unisono.core.errors import PeerLost
 
 
-@pytest.mark.parametrize("kind", ("mesh", "mesh-tls"))
+@pytest.mark.parametrize("kind", ["mesh", "mesh-tls"])
 def test_who_waits_is_heard_and_who_is_cut_off_is_not(kind: str) -> None:
     """Worker 1 needs worker 0, which needs worker 2, whose cable is cut: nobody but worker 2 is silent."""
     with network(kind) as net:

@@ -172,6 +172,21 @@ def test_with_staleness_the_loss_is_near_the_synchronous_one(
     assert max(map(int, told.leads)) <= float(staleness)
 
 
+def test_with_more_servers_than_weights_the_losses_are_still_told(tmp_path: Path) -> None:
+    text = "fit(nn.Linear(4, 2, bias=False), max_steps=8)\n"
+    finished = run_unisono(SMALL + text, tmp_path, *SERVERS, "--servers", "9", "--staleness", "inf", workers=1)
+    assert all(0.1 < loss < 3 for loss in losses(finished)), losses(finished)
+
+
+def test_with_staleness_a_step_that_is_not_finite_is_skipped_or_the_wish_refused(tmp_path: Path) -> None:
+    text = """
+DATA.tensors[0][5] = float("nan")
+fit(on_nonfinite="skip")
+"""
+    finished = run_unisono(SMALL + text, tmp_path, *SERVERS, "--staleness", "1", workers=1, expect=None)
+    assert finished.exit_code == 0 or "on_nonfinite" in finished.output, finished.output
+
+
 # --- checkpoints
 
 

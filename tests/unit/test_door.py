@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ import unisono
 from unisono.comm.asking import Answer, Asker, Words, by_subject
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.errors import SetupError
+from unisono.core.run_dir import RunDir
+from unisono.core.spec import build_run_spec
 from unisono.parallel import kv_shard, table_catalogue
 from unisono.parallel.kv import KeyValues
 from unisono.parallel.table import Table, TableSpec
 from unisono.parallel.table_catalogue import Catalogue, heard, open_table, told
 from unisono.parallel.table_optimizers import Adagrad, Adam, AdamW, RowOptimizer, Sgd
 from unisono.parallel.table_rows import Initial, Normal, Uniform, Zeros
+from unisono.train.context import Context
+from unisono.train.door_opening import refuse
 
 
 def alone(answer: Answer) -> Asker:
@@ -45,6 +50,38 @@ def test_an_unknown_kind_of_store_is_refused_before_anything_starts_with_what_ma
     with pytest.raises(SetupError, match="no key-value store") as refused:
         unisono.kvstore(mode)
     assert says in str(refused.value)
+
+
+def context_of(tmp_path: Path, **asked: Any) -> Context:
+    return Context(build_run_spec({"script": "train.py"} | asked, "a test"), RunDir(tmp_path), 0, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "local", "says"),
+    [
+        ({"workers": "2"}, False, ["2 workers without servers", "--workers 2 --strategy ps --servers 1"]),
+        ({"workers": "2", "strategy": "local"}, False, ["--strategy local"]),
+        ({"workers": "2:3", "strategy": "ps"}, False, ["--workers 2:3", "write --workers 3"]),
+        ({"workers": "2", "strategy": "ps"}, True, ['a store "local" on each of 2 workers', "dist_sync"]),
+        ({"strategy": "ps", "staleness": "2"}, False, ["--staleness cannot take effect"]),
+        ({"compress": "fp16"}, False, ["--compress cannot take effect"]),
+    ],
+)
+def test_a_run_in_which_a_door_cannot_work_is_refused(
+    asked: dict[str, str], local: bool, says: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SetupError) as refused:
+        refuse(context_of(tmp_path, **asked), local)
+    for words in says:
+        assert words in str(refused.value)
+
+
+def test_a_trainer_and_a_door_are_not_for_the_same_script(tmp_path: Path) -> None:
+    context = context_of(tmp_path)
+    refuse(context, local=True)
+    context.begin_training()
+    with pytest.raises(SetupError, match="Trainer"):
+        refuse(context, local=False)
 
 
 # --- answers to oneself
@@ -148,6 +185,14 @@ def test_whoever_waits_for_one_who_has_finished_hears_that(ask: Any, what: str) 
     said = waiting(ask, kv_shard.KeyValueShard([0, 1]))
     assert f"worker 1 has finished, and others wait for {what} of it" in said
     assert "equally often" in said
+
+
+@pytest.mark.parametrize(("ask", "what"), [(pull_alone, "a push"), (KeyValues.barrier, "a barrier")])
+def test_one_who_keeps_others_waiting_for_too_long_is_named(ask: Any, what: str) -> None:
+    shard = kv_shard.KeyValueShard([0, 1], patience_s=0.1)
+    with pytest.raises(SetupError, match="kept others waiting") as refused:
+        ask(KeyValues(alone(shard.answer), [0], 0, 2))
+    assert f"worker 1 has kept others waiting for 0.1 s: they want {what} of it" in str(refused.value)
 
 
 def test_one_who_has_done_its_part_may_leave() -> None:

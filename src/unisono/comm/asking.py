@@ -23,6 +23,7 @@ from unisono.core.errors import PeerLost
 
 _QUESTION = 1 << 24  # tags of headers, and the next of what follows them; above everything else
 _ANSWER = _QUESTION + 2
+_LANE = 4  # tags: two who ask the same peer at once, and are answered by two threads of it, use a lane each
 _NUMBERS, _VECTORS = 16, 128  # at most
 _HEADER = 3 + _NUMBERS + 2 * _VECTORS
 _DTYPES = (
@@ -69,10 +70,11 @@ class Asked(Protocol):
 
 
 class _Sent:
-    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent]) -> None:
+    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int) -> None:
         self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
         self._header = torch.empty(_HEADER, dtype=torch.int64)
-        self._coming = comm.exchange([], [Message(peer, self._header)], _ANSWER)
+        self._tag = _ANSWER + _LANE * lane
+        self._coming = comm.exchange([], [Message(peer, self._header)], self._tag)
         self._answer: Words | None = None
         line.append(self)
 
@@ -84,7 +86,7 @@ class _Sent:
 
     def _take(self) -> None:
         self._coming.wait()
-        answer = _receive(self._comm, self._peer, self._header, self._room, _ANSWER)
+        answer = _receive(self._comm, self._peer, self._header, self._room, self._tag)
         self._sent.wait()
         self._answer = answer
 
@@ -113,8 +115,8 @@ class Asker:
     `own` answers what is asked of this rank itself.
     """
 
-    def __init__(self, comm: Comm, own: Answer | None = None) -> None:
-        self._comm, self._own = comm, own
+    def __init__(self, comm: Comm, own: Answer | None = None, lane: int = 0) -> None:
+        self._comm, self._own, self._lane = comm, own, lane
         self._lines: dict[int, deque[_Sent]] = defaultdict(deque)  # by peer: what is under way, in the order asked
         self._own_line: deque[_Own] = deque()
         self._left: set[int] = set()
@@ -124,14 +126,15 @@ class Asker:
             raise ValueError(f"rank {peer} answers no more: it was bid farewell")
         if peer == self._comm.rank and self._own is not None:
             return _Own(peer, words, self._own, self._own_line)
-        sent = _send(self._comm, peer, words, _QUESTION)
-        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer])
+        sent = _send(self._comm, peer, words, _QUESTION + _LANE * self._lane)
+        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer], self._lane)
 
     def farewell(self, peers: Sequence[int]) -> None:
         """Nothing more will be asked in this generation."""
         self._left.update(peers)
         others = [peer for peer in peers if peer != self._comm.rank or self._own is None]
-        for pending in [_send(self._comm, peer, Words(_FAREWELL), _QUESTION) for peer in others]:
+        tag = _QUESTION + _LANE * self._lane
+        for pending in [_send(self._comm, peer, Words(_FAREWELL), tag) for peer in others]:
             pending.wait()
 
 
@@ -154,7 +157,9 @@ class Answering:
         answer: Answer,
         on_stop: Callable[[], None] = lambda: None,
         on_farewell: Callable[[int], None] = lambda _: None,
+        lane: int = 0,
     ) -> None:
+        self._lane = _LANE * lane
         self._comm, self._answer, self._on_stop, self._on_farewell = comm, answer, on_stop, on_farewell
         self._generation = comm.generation  # whoever fails late must not end the next
         self._lock = threading.Lock()
@@ -178,11 +183,11 @@ class Answering:
         room, header = Room(), torch.empty(_HEADER, dtype=torch.int64)
         try:
             while True:
-                self._comm.exchange([], [Message(peer, header)], _QUESTION).wait()
-                question = _receive(self._comm, peer, header, room, _QUESTION)
+                self._comm.exchange([], [Message(peer, header)], _QUESTION + self._lane).wait()
+                question = _receive(self._comm, peer, header, room, _QUESTION + self._lane)
                 if question.what == _FAREWELL:
                     return self._on_farewell(peer)
-                _send(self._comm, peer, self._answer(peer, question), _ANSWER).wait()
+                _send(self._comm, peer, self._answer(peer, question), _ANSWER + self._lane).wait()
         except BaseException as error:
             self._fail(error)
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.core import process
-from unisono.core.errors import NothingTrained, PeerLost, Preempted, UnisonoError, WorkerHung, WorkerLost, from_dict
+from unisono.core.errors import (
+    NothingTrained,
+    PeerLost,
+    Preempted,
+    SlicesLost,
+    UnisonoError,
+    WorkerHung,
+    WorkerLost,
+    from_dict,
+)
 from unisono.core.events import WorkerFailed
 from unisono.core.run_dir import RunDir
 
@@ -56,6 +65,8 @@ def first_failure(
         key=lambda death: death.time_s,
     )
     silent = [death for death in unexplained if death.is_silent]
+    if lost := next((failure for failure in causes if failure.failure.get("code") == SlicesLost.code), None):
+        return _told(lost, host), ""  # a run survives a death; this one it did not, and these words say why
     if causes and not (silent and silent[0].time_s < causes[0].time_s):
         first = _from_the_one_it_names(causes)
         return _told(first, host), first.traceback

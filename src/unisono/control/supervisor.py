@@ -163,7 +163,12 @@ class Supervisor:
         self.host = Host(self.workers, self.link, self._on_order)
         self._emit(
             events.RunStarted(
-                name=self.spec.name, script=self.spec.script, workers=self.local, host=self.name, pid=os.getpid()
+                name=self.spec.name,
+                script=self.spec.script,
+                workers=self.local - self.spec.serving,
+                servers=self.spec.serving,
+                host=self.name,
+                pid=os.getpid(),
             )
         )
         self._start_coordinator(listening.address)

@@ -31,6 +31,7 @@ class RunStarted(Event):
     workers: int
     host: str
     pid: int
+    servers: int = 0  # besides the workers
 
 
 @dataclass(frozen=True, kw_only=True)

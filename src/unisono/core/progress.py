@@ -82,7 +82,8 @@ class Progress:
         elif isinstance(event, events.RunStarted):
             self.workers = event.workers
             plural = "s" if event.workers > 1 else ""
-            self._line(f"run {event.name}: {event.workers} worker{plural} on {event.host}")
+            servers = f" and {event.servers} server{'s' if event.servers > 1 else ''}" if event.servers else ""
+            self._line(f"run {event.name}: {event.workers} worker{plural}{servers} on {event.host}")
         elif isinstance(event, events.Configured):
             self.steps_total = event.steps_total
             self._line(describe_job(event))

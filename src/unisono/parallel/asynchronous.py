@@ -51,6 +51,7 @@ class Asynchronous(ParameterServer):
     ) -> None:
         super().__init__(*arguments, **keywords)
         self.bound, self.delayed, self.emit = bound, delayed, emit
+        self.skips = False  # pieces whose loss is not finite
         _refuse_mixed(self.model)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
@@ -76,6 +77,15 @@ class Asynchronous(ParameterServer):
 
     def _settle_versions(self, gradients: Gradients) -> None:
         """Each piece is counted by itself."""
+
+    def state_out(self) -> dict[str, Any]:
+        ranges = [[part.start, part.stop] for part in self._ranges]
+        return {**super().state_out(), "round": self._round, "ranges": ranges}
+
+    def state_in(self, state: dict[str, Any]) -> None:
+        super().state_in(state)
+        self._round = state.get("round", -1)
+        self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
 
     def steps_in(self, turns: int) -> int:
         return turns
@@ -113,16 +123,31 @@ class Asynchronous(ParameterServer):
         if self.comm.rank in owners:
             self._owner = self._own(turns)
         if not len(mine):
+            self._end_round()
             return
         if min(self._known.values()) < 0:
             self._fetch(PULL)
         last: Piece | None = None
-        while (piece := self._next_piece(last)) is not None:
+        complete = 0  # our weights have seen everything before this step
+        while (found := self._next_piece(last)) is not None:
+            piece, oldest = found
+            if self.bound is not None and piece.turn - self.bound > complete:
+                self._fetch(PULL)
             self._begin_piece(piece)
             for index in range(piece.first, piece.last):
                 yield index, piece.turn
             self._push(piece)
-            last = piece
+            last, complete = piece, oldest
+        self._end_round()
+
+    def _end_round(self) -> None:
+        """All wait here, servers for the workers and workers for nobody: to those who look for who is late, servers do
+        what workers do."""
+        if len(self._assignment.mine):
+            self._asker.farewell([rank for rank in self._membership.owners if rank != self.comm.rank])
+        if self._owner is not None:
+            self._owner.finish()
+            self._owner = None
 
     def _own(self, turns: int) -> Owner:
         gradients = self._gradients
@@ -144,9 +169,9 @@ class Asynchronous(ParameterServer):
             self.delayed,
         )
 
-    def _next_piece(self, finished: Piece | None) -> Piece | None:
+    def _next_piece(self, finished: Piece | None) -> tuple[Piece, int] | None:
         words = self._ask(self._membership.owners[0], Words(TAKE, finished or ()))
-        return Piece(*words.numbers) if words.what == PIECE else None
+        return (Piece(*words.numbers[:3]), words.numbers[3]) if words.what == PIECE else None
 
     def _begin_piece(self, piece: Piece) -> None:
         assert self._gradients is not None
@@ -164,7 +189,9 @@ class Asynchronous(ParameterServer):
             (compute,) = turns
             loss = compute()
             value = float(loss.detach())
-            if not math.isfinite(value):
+            if not math.isfinite(value) and self.skips:
+                self._skip(microbatch, value)
+            elif not math.isfinite(value):
                 raise NonFiniteLoss(
                     f"the loss is {value} at step {microbatch.step + 1}, microbatch {microbatch.index}",
                     cause="often a learning rate that is too high, a division by zero in the loss, or a bad sample",
@@ -172,7 +199,7 @@ class Asynchronous(ParameterServer):
                 )
             self._share += microbatch.weight
             self._loss += value * microbatch.weight
-            if loss.requires_grad:
+            if loss.requires_grad and math.isfinite(value):
                 (loss * (microbatch.weight / self._nominal)).backward()  # type: ignore[no-untyped-call]
         self._gradients.end_microbatch()
 
@@ -183,7 +210,13 @@ class Asynchronous(ParameterServer):
         gradients.publish(gradients.used)
         self.before_update()
         loss = self._loss / self._share if self._share else 0.0
-        self._fetch(PUSH, (*piece, bits(self._nominal if self._share else 0.0), bits(loss)), gradients)
+        counts = self._nominal if self._share and math.isfinite(loss) else 0.0
+        self._fetch(PUSH, (*piece, bits(counts), bits(loss)), gradients)
+
+    def _skip(self, microbatch: Microbatch, value: float) -> None:
+        """The whole piece is left out, and counts as done."""
+        what = f"the loss is {value} at step {microbatch.step + 1}, microbatch {microbatch.index}"
+        self.emit(events.StepSkipped(step=microbatch.step + 1, because=what))
 
     @torch.no_grad()
     def _fetch(self, what: int, numbers: Sequence[int] = (), pushed: Gradients | None = None) -> None:
@@ -225,13 +258,8 @@ class Asynchronous(ParameterServer):
     # --- the end of a round
 
     def reduce(self, notes: Sequence[float]) -> Reduced:
-        owners = self._membership.owners
         if len(self._assignment.mine):
-            self._asker.farewell([rank for rank in owners if rank != self.comm.rank])
             self._buffers.end_microbatch(1.0 / len(self._membership.workers), Landing(level=0, merges=0))
-        if self._owner is not None:
-            self._owner.finish()
-            self._owner = None
         return super(ParameterServer, self).reduce(notes)
 
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
@@ -255,12 +283,16 @@ class Asynchronous(ParameterServer):
                 do="let the loss come from the model's output, and leave something unfrozen",
             )
         return Reduced(
-            losses=tuple(rows[self._membership.owners[0]][:total]),
+            losses=tuple(rows[self._teller(gradients)][:total]),
             weights=self._weights,
             blocked_s=tuple(row[third + 1] for row in rows),
             notes=tuple(tuple(row[third + 2 :]) for row in rows),
             silent=(),
         )
+
+    def _teller(self, gradients: Gradients) -> int:
+        """The first owner that has slices, and so has seen the pieces: of a small model there may be none for all."""
+        return next(rank for rank in self._membership.owners if spans(gradients.layout, self._membership, rank))
 
     def _mean_losses(self, microbatches: int) -> list[float]:
         """Of each microbatch over the round: what the pieces came to that it was in."""
@@ -270,7 +302,7 @@ class Asynchronous(ParameterServer):
         found: list[list[float]] = [[] for _ in range(microbatches)]
         for (_, first, last), loss in held[0].seen.items():
             for index in range(first, last):
-                found[index].append(loss)
+                found[index] += [loss] if math.isfinite(loss) else []
         return [math.fsum(losses) / len(losses) if losses else 0.0 for losses in found]
 
     def step(self, loss: float, again: Callable[[], float]) -> None:
@@ -278,6 +310,7 @@ class Asynchronous(ParameterServer):
         gradients = self._gradients
         assert gradients is not None
         self._send_weights(gradients)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look whether it has stepped
         self._commit()
         self._buffers.commit()
         self.version += 1

@@ -129,10 +129,13 @@ class _Entry:
 
 
 class KeyValueShard:
-    """`workers` are the ranks that ask, first worker first: give `answer` and `give_up` to an `Answering`."""
+    """`workers` are the ranks that ask, first worker first: give `answer` and `give_up` to an `Answering`.
 
-    def __init__(self, workers: Sequence[int]) -> None:
-        self._workers = {rank: worker for worker, rank in enumerate(workers)}
+    `patience_s`: how long one worker may keep others waiting; None: for ever.
+    """
+
+    def __init__(self, workers: Sequence[int], patience_s: float | None = None) -> None:
+        self._workers, self._patience_s = {rank: worker for worker, rank in enumerate(workers)}, patience_s
         self._entries: dict[str | int, _Entry] = {}
         self._order: list[tuple[str | int, int, int, torch.dtype, int]] = []  # of keys, as the first worker has it
         self._setting: Setting | None = None
@@ -193,13 +196,21 @@ class KeyValueShard:
         self, condition: threading.Condition, true: Callable[[], bool], owes: Callable[[int], bool], what: str
     ) -> None:
         """With the condition held. `owes(worker)`: it has yet to do its part; then it must not have left."""
-        condition.wait_for(lambda: self._over or true() or any(map(owes, self._left)))
+        condition.wait_for(lambda: self._over or true() or any(map(owes, self._left)), self._patience_s)
         if true():
             return
         if self._over:
             raise PeerLost("a worker was lost for whose push or barrier others waited")
+        left = any(map(owes, self._left))
+        who = min(filter(owes, self._left if left else self._workers.values()), default=0)
+        if not left:
+            raise SetupError(
+                f"worker {who} has kept others waiting for {self._patience_s:g} s: they want {what} of it",
+                cause="it computes something long, is stuck, or has taken another way through the script",
+                do=f"look at what worker {who} does; or, if it is only slow, raise --hang-after",
+            )
         raise SetupError(
-            f"worker {min(filter(owes, self._left))} has finished, and others wait for {what} of it",
+            f"worker {who} has finished, and others wait for {what} of it",
             cause="the workers do not push, or come to a barrier, equally often",
             do="give every worker as many batches; or use dist_async, where nobody waits for the pushes of others",
         )

@@ -113,9 +113,9 @@ class Owner:
             before = owners[(at - copy) % len(owners)]
             self._copies[before] = spans(layout, membership, before)
             self._next.append(owners[(at + copy) % len(owners)])
-        self._asker, self._room = Asker(comm), Room()
+        self._asker, self._room = Asker(comm, lane=1), Room()
         workers = [rank for rank in membership.workers if rank != comm.rank]
-        self._of_owners = Answering(comm, [*self._copies], self._copy, self._break)
+        self._of_owners = Answering(comm, [*self._copies], self._copy, self._break, lane=1)
         self._of_workers = Answering(comm, workers, self.answer, self._break)
 
     def finish(self) -> None:
@@ -188,7 +188,7 @@ class Owner:
             while True:
                 piece = self._clock.take(rank)
                 if piece is not None:
-                    return Words(PIECE, piece)
+                    return Words(PIECE, (*piece, self._clock.oldest))
                 if self._clock.is_over:
                     return Words(OVER)
                 if self._is_broken:

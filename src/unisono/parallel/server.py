@@ -52,6 +52,7 @@ class ParameterServer(AllReduce):
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
+        self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
 
@@ -99,12 +100,26 @@ class ParameterServer(AllReduce):
         there = torch.tensor([set(wanted) == set(self._held)])
         if all(bool(row.item()) for row in self.comm.gather(there)):
             return
-        held = [one.as_slice().as_tree() for served in self._held.values() for one in served]
+        held = [one.as_tree() for one in (*self._slices(), *self._inherited)]
+        self._inherited = []
         owners = membership.owners
         trees = [tree for trees in hand_round(self.comm, held, owners, _MOVE_TAG) for tree in trees]
         self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees])
         for parameter in gradients.parameters:  # it is with the servers now
             self.optimizer.state.pop(parameter, None)
+
+    def _slices(self) -> list[Slice]:
+        return [one.as_slice() for served in self._held.values() for one in served]
+
+    def hand_over(self, leaves: bool) -> None:
+        """At a step boundary, as long as those who leave are still here: what they hold, one of the others keeps until
+        the next owners are known. All call it together."""
+        parting = [bool(row.item()) for row in self.comm.gather(torch.tensor([leaves]))]
+        if not any(parting) or all(parting):
+            return
+        held = [one.as_tree() for one in self._slices()] if leaves else []
+        trees = hand_round(self.comm, held, [parting.index(False)], _MOVE_TAG)
+        self._inherited = [Slice.from_tree(tree) for trees_of_one in trees for tree in trees_of_one]
 
     def _places(self, gradients: Gradients, membership: Membership) -> list[Place]:
         found = []
@@ -131,10 +146,11 @@ class ParameterServer(AllReduce):
         self._held = held
         if any(bool(row.item()) for row in self.comm.gather(torch.tensor([lost]))):
             self._held = {}
+            many = "one server" if self.copies == 1 else f"{self.copies} servers"
             raise SlicesLost(
-                "a parameter server was lost, and nobody else has its part of the optimizer's state",
-                cause=f"each slice is held by {self.copies} of {len(self._membership.owners)}",
-                do="let the run save checkpoints, to which it can go back; or use several servers with --copies 2",
+                "a parameter server was lost, and nobody else has what it held",
+                cause=f"each slice is held by {many}",
+                do="let the run save checkpoints, to which it can go back; or use more servers and --copies 2",
             )
         self._begun = True
 
@@ -185,6 +201,7 @@ class ParameterServer(AllReduce):
         assert gradients is not None
         self._apply(gradients, self.version)
         self._send_weights(gradients)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedules look whether it has stepped
         self._commit()
         self._buffers.commit()
         self.version += 1
@@ -201,6 +218,12 @@ class ParameterServer(AllReduce):
                 if one.version == version:
                     one.step(buckets[bucket][one.start : one.stop], self._used)
 
+    def _tell_norm(self) -> None:
+        """Only the owners have the whole gradient."""
+        told = torch.tensor([getattr(self.before_update, "grad_norm", None) or 0.0], dtype=torch.float64)
+        self.comm.broadcast(told, self._membership.owners[0])
+        self.before_update.grad_norm = float(told.item())  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def _send_weights(self, gradients: Gradients) -> None:
         """From the first owner of each slice to all, through the memory of the gradients; then into the model, all at
@@ -212,6 +235,8 @@ class ParameterServer(AllReduce):
                     buckets[bucket][one.start : one.stop] = one.weights
         for bucket, target in enumerate(buckets):
             self._owned.collect(target, bucket)
+        if self._needs_all:
+            self._tell_norm()
         for position, parameter in enumerate(gradients.parameters):
             parameter.copy_(gradients.view(position))
 
@@ -238,7 +263,7 @@ class ParameterServer(AllReduce):
 
     def _gather(self, gradients: Gradients) -> None:
         """All slices' state into the user's optimizer, on every rank."""
-        held = [one.as_slice().as_tree() for served in self._held.values() for one in served]
+        held = [one.as_tree() for one in self._slices()]
         trees = [tree for trees in hand_round(self.comm, held, range(self.comm.size), _MOVE_TAG) for tree in trees]
         slices, layout = [Slice.from_tree(tree) for tree in trees], gradients.layout
         whole = [

@@ -8,7 +8,6 @@ vectors and segments of parameters; called by the server strategy.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -90,7 +89,8 @@ class SliceOptimizer:
 
 def like(optimizer: Optimizer) -> Optimizer:
     """Another one of the same kind, for other parameters: without state, and none of what schedules hang on it."""
-    other = copy.copy(optimizer)
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)  # which copy.copy would leave out
     other.__dict__.pop("step", None)  # a schedule counts the steps of the user's own
     other.state = defaultdict(dict)
     other.param_groups = []
@@ -126,6 +126,8 @@ def shaped(vector: Tensor, parameter: Tensor) -> Tensor:
 
 def _order(parameter: Tensor) -> list[int]:
     strides = parameter.stride()
+    if torch.empty_like(parameter, device="meta").stride() != strides:  # with gaps: as gradients of it lie in a bucket
+        return list(range(parameter.ndim))
     return sorted(range(parameter.ndim), key=lambda dimension: -strides[dimension])
 
 
@@ -176,17 +178,21 @@ def keeps_state(optimizer: Optimizer) -> bool:
     seeded = torch.Generator().manual_seed(0)
     start = torch.randn(9, 30, generator=seeded)
     gradients = [torch.randn(9, 30, generator=seeded) for _ in range(_TRIAL_STEPS)]
-    try:
-        whole, keeps = _trial(optimizer, [start.clone()], [[gradient] for gradient in gradients])
-        parts, _ = _trial(
-            optimizer,
-            [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
-            [[gradient.view(-1)[:64], gradient.view(-1)[64:]] for gradient in gradients],
-        )
-    except Exception as error:
-        raise _refusal(name, f"it does not take vectors: {error}") from None
-    if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
-        raise _refusal(name, "what it does to one element depends on the others of its parameter")
+    keeps = False
+    for group in optimizer.param_groups:
+        try:
+            whole, state = _trial(optimizer, group, [start.clone()], [[gradient] for gradient in gradients])
+            parts, _ = _trial(
+                optimizer,
+                group,
+                [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
+                [[gradient.view(-1)[:64], gradient.view(-1)[64:]] for gradient in gradients],
+            )
+        except Exception as error:
+            raise _refusal(name, f"it does not take vectors: {error}") from None
+        if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
+            raise _refusal(name, "what it does to one element depends on the others of its parameter")
+        keeps |= state
     return keeps
 
 
@@ -195,18 +201,18 @@ def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
     about as far as a large one: in proportion; or with the square root, where the gradient's size makes no difference
     and a small batch's noise is divided out along with it (Malladi et al. 2022)."""
     start, gradient = torch.zeros(64), torch.ones(64)
-    once, _ = _trial(optimizer, [start.clone()], [[gradient]] * _PACE_STEPS)
-    more, _ = _trial(optimizer, [start.clone()], [[10 * gradient]] * _PACE_STEPS)
+    once, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[gradient]] * _PACE_STEPS)
+    more, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[10 * gradient]] * _PACE_STEPS)
     moved, moved_more = float(once[0].abs().sum()), float(more[0].abs().sum())
     return math.sqrt if moved_more < 5 * moved else float
 
 
 def _trial(
-    optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+    optimizer: Optimizer, group: dict[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> tuple[list[Tensor], bool]:
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
-    other.param_groups = [{**optimizer.param_groups[0], "params": parts}]
+    other.param_groups = [{**group, "params": parts}]
     for row in gradients:
         for part, gradient in zip(parts, row, strict=True):
             part.grad = gradient.clone()

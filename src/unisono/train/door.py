@@ -53,13 +53,7 @@ def kvstore(mode: Literal["dist_sync", "dist_async", "local"] = "dist_sync") -> 
             cause="all stores of a run would have the same keys",
             do="pass the first one on to where it is needed, or close it",
         )
-    connection = connected()
-    if mode == "local" and connection.workers > 1:
-        raise SetupError(
-            f'a store "local" on each of {connection.workers} workers',
-            cause="every worker would train for itself, and none would learn from the others",
-            do='use "dist_sync", or --workers 1',
-        )
+    connection = connected(local=mode == "local")
     _store = KeyValueStore(connection, mode)
     return _store
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from unisono.train.context import Context
 from unisono.wire.messages import Broken, Finished
 
 NOT_ELASTIC = "unisono.kvstore and unisono.ps are not elastic yet"
+_LATER_S = 5.0  # than the coordinator, who knows better why somebody is late, if it can know at all
 _VERDICT_S = 0.8  # for the coordinator to find out why a connection broke
 
 
@@ -51,21 +51,12 @@ class ProcessUse:
 class Shards:
     """All that one process holds for others: the key-value store and the tables."""
 
-    def __init__(self, workers: range, servers: int, position: int) -> None:
-        self.values = kv_shard.KeyValueShard(workers)
+    def __init__(self, workers: range, servers: int, position: int, patience_s: float) -> None:
+        self.values = kv_shard.KeyValueShard(workers, patience_s)
         answers: dict[int, Answer] = {kv_shard.SUBJECT: self.values.answer}
         self.tables = table_catalogue.Catalogue(servers, position, answers)
         answers[table_catalogue.SUBJECT] = self.tables.answer
-        self._answer, self._lock, self.pending = by_subject(answers), threading.Lock(), 0
-
-    def answer(self, rank: int, question: Words) -> Words:
-        with self._lock:
-            self.pending += 1
-        try:
-            return self._answer(rank, question)
-        finally:
-            with self._lock:
-                self.pending -= 1
+        self.answer = by_subject(answers)
 
     @property
     def rows_touched(self) -> int:
@@ -87,7 +78,8 @@ class Connection:
         self._shards: Shards | None = None
         self._answering: Answering | None = None
         if self.rank in self.servers:
-            shards = Shards(membership.workers, len(self.servers), self.servers.index(self.rank))
+            position, patience_s = self.servers.index(self.rank), context.spec.hang_after + _LATER_S
+            shards = Shards(membership.workers, len(self.servers), position, patience_s)
             others = [rank for rank in membership.workers if rank != self.rank]
             self._shards = shards
             if others:
@@ -105,16 +97,21 @@ class Connection:
 
     def alone(self) -> Asker:
         """Asks a shard of this worker's own, whatever servers there are."""
-        return Asker(ThreadComm(Hub(), 0), Shards(range(1), 1, 0).answer)
+        return Asker(ThreadComm(Hub(), 0), Shards(range(1), 1, 0, _LATER_S).answer)
 
     def serve(self) -> NoReturn:
         """Until all workers have said farewell; the rest of the script is not for servers."""
         assert self._answering is not None
-        assert self._shards is not None
-        activity, shards, beats = self._context.activity, self._shards, itertools.count(1 << 40)
-        moved = activity.moved
-        # Nobody hangs because a server has nothing to do; only while somebody waits for its answer does time count.
-        activity.moved = lambda: moved() if shards.pending else next(beats)
+        activity, beats = self._context.activity, itertools.count()
+
+        def moves() -> int:
+            """Always, and told as news with every pulse: that a server has nothing to do does not mean that a worker
+            hangs. Who keeps others waiting is seen by the shards themselves."""
+            beat = next(beats)
+            activity.per_microbatch_s = 1e-6 * (beat % 2)
+            return beat
+
+        activity.moved = moves
         activity.now("serving")
         try:
             self._answering.wait()
@@ -201,12 +198,17 @@ class Connection:
             time.sleep(0.02)
         left = station.next_form(generation).members if station.has_news(generation) else members
         gone = [member for member in members if member not in left or member == lost.worker]
-        who = "worker " + ", ".join(map(str, gone)) if gone else "a connection"
+        many = len(gone) > 1
+        who = (
+            f"worker{'s' * many} {', '.join(map(str, gone))} {'were' if many else 'was'}"
+            if gone
+            else "a connection was"
+        )
         if worker == next(member for member in members if member not in gone):
-            text = f"without {who} the run ends: {NOT_ELASTIC}"
+            text = f"{who} lost, and the run ends: {NOT_ELASTIC}"
             self._context.emit(events.Notice(code="not-elastic", text=text))
         return SlicesLost(
-            f"{who} was lost, and this run cannot go on without it",
+            f"{who} lost, and this run cannot go on without {'them' if many else 'it'}",
             cause=f"{why}; {NOT_ELASTIC}, and what servers hold is not saved",
             do="start it again with the same command",
         )

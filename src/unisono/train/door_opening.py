@@ -34,20 +34,21 @@ _WITHOUT_EFFECT = ("microbatches", "stop_after", "faults", "compress", "local_st
 _open: Connection | None = None
 
 
-def connected() -> Connection:
-    """This process's connection; on a server, the call never returns."""
+def connected(local: bool = False) -> Connection:
+    """This process's connection; on a server, the call never returns. `local`: for a store of this worker alone."""
     global _open
     if _open is None or _open.closed:
-        _open = _opened()
+        _open = _opened(local)
         if _open.is_server:
             _open.serve()
         atexit.register(_open.close_at_exit)
+    refuse_local(local, _open.workers)
     return _open
 
 
-def _opened() -> Connection:
+def _opened(local: bool) -> Connection:
     context = current()
-    _refuse(context)
+    refuse(context, local)
     context.begin_training()
     place = context.place
     if place is not None:
@@ -82,7 +83,8 @@ def _open_comm(context: Context, place: Place | None) -> tuple[Comm, str]:
     return mesh, mesh.address
 
 
-def _refuse(context: Context) -> None:
+def refuse(context: Context, local: bool) -> None:
+    """What cannot work, before anybody waits for anybody."""
     spec = context.spec
     if context.trainings:
         raise SetupError(
@@ -90,6 +92,7 @@ def _refuse(context: Context) -> None:
             cause="one run has one kind of training, one directory and one result",
             do="use unisono.kvstore and unisono.ps together from the start, or start the second part as its own run",
         )
+    refuse_local(local, context.workers)
     if context.workers > 1 and spec.strategy != "ps":
         raise SetupError(
             f"{context.workers} workers without servers: unisono.kvstore and unisono.ps need the strategy ps",
@@ -109,6 +112,15 @@ def _refuse(context: Context) -> None:
                 cause="it is for trainings with unisono.Trainer",
                 do="leave it out",
             )
+
+
+def refuse_local(local: bool, workers: int) -> None:
+    if local and workers > 1:
+        raise SetupError(
+            f'a store "local" on each of {workers} workers',
+            cause="every worker would train for itself, and none would learn from the others",
+            do='use "dist_sync", or --workers 1',
+        )
 
 
 def _refuse_fewer(context: Context, membership: Membership) -> None:

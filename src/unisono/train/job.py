@@ -32,6 +32,7 @@ from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
 from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.context import Context
 from unisono.train.going_back import go_back
@@ -201,6 +202,8 @@ class Job:
         """At a step boundary, as long as those who leave are still here: nobody else has what they carry."""
         if self.carried.shapes:
             self.carried.hand_over(self.session.leaves)
+        if isinstance(self.strategy, ParameterServer):
+            self.strategy.hand_over(self.session.leaves)
 
     def abandon(self) -> None:
         self.strategy.configure(None)

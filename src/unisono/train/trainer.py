@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from unisono.core import process
 from unisono.core.errors import ModelMismatch, SetupError, UnisonoError, suggest
 from unisono.data.loading import Data
+from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.local import LocalSteps
 from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
@@ -164,6 +165,8 @@ class Trainer:
                     callback.on_start(self)
                 if copied is not None:
                     job.state_in(copied)
+                if isinstance(job.strategy, Asynchronous):
+                    job.strategy.skips = self.on_nonfinite == "skip"
                 train(job, plan)
                 result = finish(job, time.perf_counter() - started)
             finally:
