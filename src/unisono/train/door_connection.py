@@ -33,7 +33,7 @@ from unisono.wire.messages import Broken, Finished
 
 NOT_ELASTIC = "unisono.kvstore and unisono.ps are not elastic yet"
 _LATER_S = 5.0  # than the coordinator, who knows better why somebody is late, if it can know at all
-_VERDICT_S = 0.8  # for the coordinator to find out why a connection broke
+_VERDICT_S = 2.0  # for the coordinator to find out why a connection broke; longer than a failed run lives
 
 
 @dataclass(frozen=True)
@@ -187,28 +187,22 @@ class Connection:
         }  # fmt: skip
 
     def _ended(self, lost: PeerLost) -> UnisonoError:
-        """What a loss comes to here. The coordinator is given a moment to hear of a death: that is the better story."""
+        """What a loss comes to here, as soon as the coordinator has found out who it was. If it says nothing, some
+        script has failed, and this process will not live to tell."""
         station, generation, members = self._context.station, self._session.generation, self._membership.members
         if station is None:
             return lost
-        worker, why = self._context.worker, lost.cause or lost.what
-        station.tell(Broken(worker=worker, generation=generation, lost=lost.worker, why=why))
+        why = lost.cause or lost.what
+        station.tell(Broken(worker=self._context.worker, generation=generation, lost=lost.worker, why=why))
         until_s = time.monotonic() + _VERDICT_S
         while time.monotonic() < until_s and not station.has_news(generation):
             time.sleep(0.02)
         left = station.next_form(generation).members if station.has_news(generation) else members
         gone = [member for member in members if member not in left or member == lost.worker]
-        many = len(gone) > 1
-        who = (
-            f"worker{'s' * many} {', '.join(map(str, gone))} {'were' if many else 'was'}"
-            if gone
-            else "a connection was"
-        )
-        if worker == next(member for member in members if member not in gone):
-            text = f"{who} lost, and the run ends: {NOT_ELASTIC}"
-            self._context.emit(events.Notice(code="not-elastic", text=text))
+        names = ", ".join(map(str, gone))
+        who = f"workers {names} were" if len(gone) > 1 else f"worker {names} was" if gone else "a connection was"
         return SlicesLost(
-            f"{who} lost, and this run cannot go on without {'them' if many else 'it'}",
+            f"{who} lost, and this run cannot go on",
             cause=f"{why}; {NOT_ELASTIC}, and what servers hold is not saved",
             do="start it again with the same command",
         )
