@@ -33,7 +33,13 @@ MAY_IMPORT = {  # package: the packages to its left
     "planner": _BELOW_TRAIN | {"train"},
     "control": {"core", "wire"},
     "cli": _BELOW_TRAIN | {"train", "federated", "planner", "control"},
-    "unisono": {"core", "data", "train"},  # the package itself: its public names, fetched when they are first used
+    "ps": _BELOW_TRAIN | {"train"},  # one module: a door for users
+    "unisono": {
+        "core",
+        "data",
+        "train",
+        "ps",
+    },  # the package itself: its public names, fetched when they are first used
 }
 
 # Of elastic, all that the coordinator is made of.

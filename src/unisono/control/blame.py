@@ -65,8 +65,8 @@ def first_failure(
         key=lambda death: death.time_s,
     )
     silent = [death for death in unexplained if death.is_silent]
-    if lost := next((failure for failure in causes if failure.failure.get("code") == SlicesLost.code), None):
-        return _told(lost, host), ""  # a run survives a death; this one it did not, and these words say why
+    if causes and causes[0].failure.get("code") == SlicesLost.code:
+        return _told(causes[0], host), ""  # a run survives a death; this one it did not, and these words say why
     if causes and not (silent and silent[0].time_s < causes[0].time_s):
         first = _from_the_one_it_names(causes)
         return _told(first, host), first.traceback

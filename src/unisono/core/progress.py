@@ -307,13 +307,15 @@ def describe_result(result: dict[str, Any], run_dir: RunDir, reading: str = "", 
     rate = result["samples"] / result["seconds"] if result["seconds"] else 0.0
     early = f" (stopped early: {result['stopped_early']})" if result.get("stopped_early") else ""
     skipped = f", {result['skipped_steps']} skipped" if result.get("skipped_steps") else ""
+    trained = bool(result["steps"] or result["weights_sha256"])
+    what = f"{result['steps']:,} steps{skipped}, {result['samples']:,} samples" if trained else "the script"
+    speed = f" ({rate:,.0f} samples/s)" if trained else ""
     rows = [
-        f"done     {result['steps']:,} steps{skipped}, {result['samples']:,} samples in {duration(result['seconds'])}"
-        f" ({rate:,.0f} samples/s){early}",
+        f"done     {what} in {duration(result['seconds'])}{speed}{early}",
         *([f"data     {reading}"] if reading else []),
         *([f"noise    {noise}"] if noise else []),
-        f"metrics  {format_metrics(result['metrics']) or 'none: no eval_data was given'}",
-        f"weights  sha256 {result['weights_sha256']}",
+        *([f"metrics  {format_metrics(result['metrics']) or 'none: no eval_data was given'}"] if trained else []),
+        *([f"weights  sha256 {result['weights_sha256']}"] if trained else []),
         f"run      {run_dir.path}",
     ]
     return "\n".join(rows)

@@ -68,7 +68,7 @@ class Context:
         self.trainings += 1
         if self.trainings > 1:
             raise SetupError(
-                "this run has already trained a model",
+                "this run has already trained a model, or opened a door to servers",
                 cause="one run has one directory, one spec and one result",
                 do="start the second training as a run of its own",
             )
