@@ -8,6 +8,7 @@ vectors and segments of parameters; called by the server strategy.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -213,6 +214,8 @@ def _trial(
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
     other.param_groups = [{**group, "params": parts}]
+    with contextlib.suppress(Exception):  # some make their state at once, if they can be made from their settings
+        other.state.update(type(optimizer)([{**group, "params": parts}], **optimizer.defaults).state)
     for row in gradients:
         for part, gradient in zip(parts, row, strict=True):
             part.grad = gradient.clone()
