@@ -97,11 +97,10 @@ class ParameterServer(AllReduce):
     def _share_out(self, gradients: Gradients, membership: Membership) -> None:
         """Bring the slices to their owners, unless they are there."""
         wanted = self._places(gradients, membership)
-        there = torch.tensor([set(wanted) == set(self._held)])
+        there = torch.tensor([set(wanted) == set(self._held) and not self._inherited])
         if all(bool(row.item()) for row in self.comm.gather(there)):
             return
         held = [one.as_tree() for one in (*self._slices(), *self._inherited)]
-        self._inherited = []
         owners = membership.owners
         trees = [tree for trees in hand_round(self.comm, held, owners, _MOVE_TAG) for tree in trees]
         self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees])
@@ -134,6 +133,7 @@ class ParameterServer(AllReduce):
         """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
         layout, parameters = gradients.layout, gradients.parameters
         held: dict[Place, list[SliceOptimizer]] = {}
+        taken: list[Slice] = []
         lost = False
         for place in wanted:
             bucket, start, stop = place
@@ -143,8 +143,12 @@ class ParameterServer(AllReduce):
                 fresh = taken_out(self.optimizer, parameters, layout, bucket, self.version)
                 found += [fresh.cut(low, high, layout) for low, high in gaps]
             held[place] = [SliceOptimizer(one, self.optimizer, parameters, layout) for one in found]
-        self._held = held
-        if any(bool(row.item()) for row in self.comm.gather(torch.tensor([lost]))):
+            taken += found
+        if not lost:
+            self._inherited += taken  # with the old ones: whoever is lost now may have had the only other copy
+        rows = self.comm.gather(torch.tensor([lost]))
+        self._held, self._inherited = held, []  # all have theirs
+        if any(bool(row.item()) for row in rows):
             self._held = {}
             many = "one server" if self.copies == 1 else f"{self.copies} servers"
             raise SlicesLost(
