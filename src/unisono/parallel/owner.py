@@ -30,6 +30,7 @@ from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.layout import Layout
 from unisono.parallel.slice_optimizer import SliceOptimizer
+from unisono.parallel.slices import Place
 
 TAKE, PUSH, PULL, COPY, PIECE, OVER, WEIGHTS = range(7)
 
@@ -39,7 +40,6 @@ Delayed = Literal["", "scale", "compensate"]
 """What is done about gradients of weights that are not the newest any more: nothing; a learning rate divided by the
 steps that they are late (Zhang et al. 2016); or a first-order correction of them (DC-ASGD, Zheng et al. 2017)."""
 
-Place = tuple[int, int, int]  # bucket, first element, last element + 1
 Held = Mapping[Place, Sequence[SliceOptimizer]]
 
 

@@ -26,11 +26,10 @@ from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.gradients import Gradients
 from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
-from unisono.parallel.slices import Slice, pieces
+from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
 
 _MOVE_TAG = 1 << 25  # above questions and answers
-Place = tuple[int, int, int]  # bucket, first element, last element + 1
 
 
 class ParameterServer(AllReduce):

@@ -19,6 +19,8 @@ from torch import Tensor
 from unisono.core.errors import InternalError
 from unisono.parallel.layout import Layout
 
+Place = tuple[int, int, int]  # bucket, first element, last element + 1
+
 Whole = dict[int, dict[str, Any]]
 """Of each parameter, by position, what its optimizer keeps for it as a whole: numbers and the names of vectors."""
 

@@ -21,7 +21,6 @@ from unisono.comm.autopilot import USUAL, candidates, predictions
 from unisono.comm.autopilot_choice import Trial, choose
 from unisono.comm.autopilot_trials import race, vectors
 from unisono.comm.links import gather, host_names, measure, slowest
-from unisono.comm.mesh import MeshComm
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.reducers import make
@@ -37,7 +36,7 @@ from unisono.elastic.fault_points import NO_FAULTS
 from unisono.elastic.session import Session
 from unisono.train import numerics
 from unisono.train.context import Context, current
-from unisono.wire.certificate import Certificate
+from unisono.train.meeting import NoReplica, open_mesh
 from unisono.wire.messages import Finished
 
 FIRST_BYTES, GROWTH = 1 << 10, 4
@@ -58,7 +57,7 @@ def main() -> None:
     session = Session(
         context.worker, comm, context.station, context.emit, context.activity, NO_FAULTS, str(place.scratch / "members")
     )
-    replica = _Nothing()
+    replica = NoReplica()
     facts = {
         "microbatches": str(context.workers),
         "settings": json.dumps(settings),
@@ -80,35 +79,10 @@ def main() -> None:
         comm.close()
 
 
-class _Nothing:
-    """The replica of a run that trains nothing: there is no state to travel."""
-
-    position = 0
-
-    def initial_digest(self) -> int:
-        return 0
-
-    def state_out(self) -> Any:
-        return {}
-
-    def state_in(self, _: Any) -> None:
-        return None
-
-    def configure(self, _: Membership) -> None:
-        return None
-
-    def abandon(self) -> None:
-        return None
-
-
 def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
-    place = context.place
-    assert place is not None
     if device.type == "cuda":
         return ProcessGroupComm(context.worker, "nccl"), ""
-    credentials = Certificate(**place.credentials) if place.credentials else None
-    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
-    context.activity.follow(mesh)
+    mesh = open_mesh(context)
     return mesh, mesh.address
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import atexit
 import platform
 import threading
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-from unisono.comm.mesh import MeshComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events
@@ -26,10 +25,10 @@ from unisono.elastic.station import Alone
 from unisono.train import numerics
 from unisono.train.context import Context, Place, current
 from unisono.train.door_connection import NOT_ELASTIC, Connection
-from unisono.wire.certificate import Certificate
+from unisono.train.meeting import NoReplica, open_mesh
 
 _PATIENCE_S = 3.0  # before one that has come too late says so: a run that has lost somebody is over by then
-_WITHOUT_EFFECT = ("microbatches", "stop_after", "faults", "compress", "local_steps", "staleness", "copies")
+_WITHOUT_EFFECT = ("microbatches", "stop_after", "faults", "compress", "local_steps", "staleness", "copies", "delayed")
 
 _open: Connection | None = None
 
@@ -65,7 +64,7 @@ def _opened(local: bool) -> Connection:
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
-    session.begin(_Nothing(), address, facts)
+    session.begin(NoReplica(), address, facts)
     membership = session.membership
     assert membership is not None
     _refuse_fewer(context, membership)
@@ -76,10 +75,7 @@ def _opened(local: bool) -> Connection:
 def _open_comm(context: Context, place: Place | None) -> tuple[Comm, str]:
     if place is None:
         return ThreadComm(Hub(), context.worker), ""
-    secured = place.credentials and not context.spec.plaintext
-    credentials = Certificate(**place.credentials) if secured else None
-    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
-    context.activity.follow(mesh)
+    mesh = open_mesh(context)
     return mesh, mesh.address
 
 
@@ -144,24 +140,3 @@ def _wait_for_the_end(context: Context) -> NoReturn:
     context.emit(events.Notice(code="not-elastic", text=text))
     while True:
         for_ever.wait()
-
-
-class _Nothing:
-    """The replica of a run in which no state travels from worker to worker."""
-
-    position = 0
-
-    def initial_digest(self) -> int:
-        return 0
-
-    def state_out(self) -> Any:
-        return {}
-
-    def state_in(self, _: Any) -> None:
-        return None
-
-    def configure(self, _: Membership) -> None:
-        return None
-
-    def abandon(self) -> None:
-        return None

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.faulty import faulty
-from unisono.comm.mesh import MeshComm
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
@@ -46,10 +45,10 @@ from unisono.train.checkpoints import Checkpoints
 from unisono.train.context import Context
 from unisono.train.guard import Guard
 from unisono.train.job import Job, Request
+from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.resuming import Home, TakenUp, open_home
-from unisono.wire.certificate import Certificate
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
 _ROUND_STEPS = 16  # after which workers meet that do not wait for each other
@@ -69,8 +68,6 @@ def open_job(context: Context, request: Request) -> Job:
     _move_optimizer_state(request.optimizer, device)
     loader = _open_loader(request, spec, context.spec.bound)
     comm, address = _open_comm(context, device)
-    if isinstance(comm, MeshComm):
-        context.activity.follow(comm)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
@@ -290,9 +287,7 @@ def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
     transport = choose(device.type, hasattr(os, "eventfd"))
     if transport != "mesh":
         return ProcessGroupComm(context.worker, transport), ""
-    secured = place.credentials and not context.spec.plaintext
-    credentials = Certificate(**place.credentials) if secured else None
-    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
+    mesh = open_mesh(context)
     return mesh, mesh.address
 
 
