@@ -4,42 +4,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from noisy_data import BATCH, DATA, MICROBATCHES, SAMPLES, SEED, Noisy
 
 from unisono.core.errors import InternalError, SetupError
 from unisono.data.anybody import AnybodysLoader
 from unisono.data.loading import Data, open_loader
 from unisono.data.step_data import StepData
-
-SAMPLES, BATCH, MICROBATCHES, SEED = 53, 8, 3, 4
-
-
-class Noisy(Dataset[Any]):
-    """Its samples are drawn anew each time: what comes shows the random state in which it was read."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, float(torch.rand(()))
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        for index in range(SAMPLES):
-            yield index, float(torch.rand(()))
-
-
-DATA = {
-    "samples": Data(Noisy()),
-    "blocks": Data(Noisy(), split="blocks", drop_last=True),
-    "stream": Data(Stream()),
-}
 
 
 def loader_of(data: Data, turns: int) -> AnybodysLoader:
