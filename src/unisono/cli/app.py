@@ -102,6 +102,12 @@ def run(
     script: Annotated[str | None, typer.Argument(help="The training script.", show_default=False)] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Its own arguments; put -- before options.")] = None,
     workers: Annotated[str | None, typer.Option(help="How many workers: N, or MIN:MAX.", metavar="N")] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Models larger than one device: replicas (dp) of several ranks: dp=4,fsdp=2,tp=2,pp=2.", metavar="MESH"
+        ),
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts a step is cut into; belongs to the job.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per worker (default 1); part of the bits.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random (default 0).")] = None,
@@ -220,7 +226,7 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
-        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed,
+        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed, "mesh": mesh,
         "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}

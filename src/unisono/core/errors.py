@@ -184,6 +184,7 @@ class PeerLost(WorkerLost):
     code = "UNI-2002"
     worker: int | None = None
     out_of_step = False
+    agreed = False  # all ranks of this replica know of it
 
 
 class WorkerHung(WorkerLost):

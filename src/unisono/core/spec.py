@@ -20,11 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, UsageError, suggest
 from unisono.core.interval import parse_interval
+from unisono.core.mesh import Mesh, parse_mesh
 
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "mesh",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -45,6 +46,10 @@ class Workers(BaseModel):
     @model_serializer
     def _as_text(self) -> str:
         return str(self.min) if self.min == self.max else f"{self.min}:{self.max}"
+
+
+def _as_workers(value: Any) -> Workers:
+    return value if isinstance(value, Workers) else parse_workers(value)
 
 
 def parse_workers(text: str | int) -> Workers:
@@ -101,12 +106,30 @@ class RunSpec(BaseModel):
     staleness: str = ""
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
+    mesh: str = ""  # the shape of a replica; how many there are is `workers`
     plaintext: bool = False
 
     @property
     def serving(self) -> int:
         """How many servers there are besides the workers."""
         return 0 if self.strategy != "ps" else 1 if self.servers is None else self.servers
+
+    @property
+    def replica(self) -> Mesh:
+        return parse_mesh(self.mesh) if self.mesh else Mesh()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _replicas_are_workers(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("mesh"):
+            return values
+        mesh = parse_mesh(str(values["mesh"]))
+        asked = values.get("workers")
+        if mesh.dp and asked is not None and str(parse_workers(mesh.dp)) != str(_as_workers(asked)):
+            raise ValueError(
+                f"--mesh asks for dp={mesh.dp} replicas and --workers for {asked}: they are the same thing; give one"
+            )
+        return {**values, "mesh": mesh.inner} | ({"workers": mesh.dp} if mesh.dp else {})
 
     @property
     def bound(self) -> int | None:
@@ -179,6 +202,7 @@ class JobSpec(BaseModel):
     local: str = ""  # how replicas update on their own, empty: not at all
     staleness: str = ""  # how far workers may be apart, empty: not at all
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
+    mesh: str = ""  # the shape of a replica, empty: one rank
     parameters: int = 0
 
 

@@ -143,7 +143,7 @@ class Coordinator:
         )
 
     def _welcome(self, hello: m.Hello) -> m.Welcome:
-        peers = [worker.address for worker in self.quorum.workers.values() if worker.is_able]
+        peers = [worker.address.split("\n")[0] for worker in self.quorum.workers.values() if worker.is_able]
         if hello.role not in ("host", "visitor"):
             return m.Welcome(time_s=time.time())
         return m.Welcome(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm import state_tree
+from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm, Message
 from unisono.core import events
 from unisono.core.errors import PeerLost, ReplicasDisagree
@@ -30,6 +31,7 @@ from unisono.wire import messages as m
 
 _HEAL_TAG = 1 << 22  # above buckets, buffers and meetings
 _SHOW_PROGRESS_S = 1.0
+_LONGEST_ADDRESS = 1024
 
 
 class Replica(Protocol):
@@ -78,8 +80,9 @@ class Session:
         activity: Activity,
         faults: FaultPoints,
         meeting_point: str = "",
+        inner: Inner = ALONE,
     ) -> None:
-        self.worker, self.comm, self.station, self.emit = worker, comm, station, emit
+        self.worker, self.comm, self.station, self.emit, self.inner = worker, comm, station, emit, inner
         self.activity, self.faults, self.meeting_point = activity, faults, meeting_point
         self.membership: Membership | None = None
         self.generation = 0
@@ -100,13 +103,15 @@ class Session:
         self.station.tell(m.Accuse(worker=self.worker, who=who, generation=self.generation, why=why))
 
     def check(self) -> None:
-        """Between two pieces of work: no use in going on with a generation that is over."""
-        if self.generation < self._over_before:
+        """Between two pieces of work: no use in going on with a generation that is over. The ranks of a replica work
+        together, and find out together, at the end of the step."""
+        if self.generation < self._over_before and self.inner.size == 1:
             raise PeerLost(f"generation {self.generation} is over")
 
     def begin(self, replica: Replica, address: str, facts: dict[str, str]) -> None:
         """Offer this worker to the run and take part in the first generation that wants it."""
-        self.station.tell(m.Ready(worker=self.worker, address=address, facts=facts))
+        addresses = self._of_ranks(address)
+        self.station.tell(m.Ready(worker=self.worker, address=addresses, facts=facts))
         self.activity.now("waiting for the others to start")
         self._form_until_it_holds(replica, time.monotonic())
 
@@ -117,6 +122,8 @@ class Session:
         started_s = time.monotonic()
         self.activity.now("re-forming")
         if lost is not None:
+            if not lost.agreed:
+                self.inner.agree(False)  # the others of this replica hear of it where they next ask
             self._report(lost)
         replica.abandon()
         self.faults.reach("reform")
@@ -137,10 +144,10 @@ class Session:
 
     def _form_until_it_holds(self, replica: Replica, started_s: float) -> None:
         while True:
-            form = self.station.next_form(self.generation)
+            form = self._next_form()
             if not self._holds_state or self.generation == 0:
                 started_s = time.monotonic()  # waiting to be wanted is not re-forming
-            membership = membership_of(form, self.meeting_point)
+            membership = membership_of(form, self.meeting_point, self.inner.rank)
             self.generation = form.generation
             self.activity.generation = form.generation
             try:
@@ -149,9 +156,13 @@ class Session:
                 self._holds_state = True
                 replica.configure(membership)
             except PeerLost as lost:
+                if not lost.agreed:
+                    self.inner.agree(False)
                 self._report(lost)
                 continue
-            break
+            if self.inner.agree(True):
+                break
+            self._report(PeerLost("another rank of this replica has lost a peer"))
         self.membership, self.healed = membership, healed
         self.station.tell(m.Formed(worker=self.worker, generation=self.generation))
         if self.comm.rank == 0:
@@ -167,6 +178,21 @@ class Session:
                     healed_bytes=healed.bytes,
                 )
             )
+
+    def _next_form(self) -> m.Form:
+        """The same on all ranks of a replica."""
+        if self.inner.size == 1:
+            return self.station.next_form(self.generation)
+        form = m.from_dict(self.inner.from_first(lambda: m.as_dict(self.station.next_form(self.generation))))
+        assert isinstance(form, m.Form)
+        return form
+
+    def _of_ranks(self, text: str) -> str:
+        """Everybody's, a line each, in one text for the coordinator; see `station.membership_of`."""
+        if self.inner.size == 1:
+            return text
+        rows = self.inner.rows([*text.encode().ljust(_LONGEST_ADDRESS)])
+        return "\n".join(bytes(map(int, row)).decode().strip() for row in rows)
 
     def _report(self, lost: PeerLost) -> None:
         self.station.tell(
@@ -248,7 +274,7 @@ class Session:
     @property
     def leaves(self) -> bool:
         """Whether the change that all have agreed on is that this worker goes."""
-        return self.station.leaves(self.generation)
+        return bool(self.inner.from_first(lambda: self.station.leaves(self.generation)))
 
     @contextmanager
     def step(self, step: int) -> Iterator[Attempt]:

@@ -158,11 +158,12 @@ class Alone:
         del number
 
 
-def membership_of(form: m.Form, meeting_point: str = "") -> Membership:
+def membership_of(form: m.Form, meeting_point: str = "", rank: int = 0) -> Membership:
+    """As the `rank` of a replica sees it: an address has a line for each rank."""
     return Membership(
         form.generation,
         tuple(form.members),
         tuple(range(first, last) for first, last in form.ranges),
         meeting_point,
-        tuple(form.addresses),
+        tuple(address.split("\n")[rank] if address else "" for address in form.addresses),
     )

@@ -62,6 +62,7 @@ class Gradients:
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm) -> None:
         self._comm = comm
         self.names = [name for name, _ in named]
+        self._positions = {name: position for position, name in enumerate(self.names)}
         self.parameters = [parameter for _, parameter in named]
         self.layout: Layout = pack(
             ParameterInfo(name, p.numel(), p.element_size(), f"{p.dtype} {p.device}") for name, p in named
@@ -139,6 +140,14 @@ class Gradients:
             # Rounded once: the order in which autograd has finished the parameters leaves no trace.
             self.squares[cursor.microbatch] = math.fsum(torch.stack(cursor.squares).tolist()) if cursor.squares else 0.0
         return cursor.silent
+
+    @torch.no_grad()
+    def deliver(self, name: str, gradient: Tensor) -> None:
+        """Where no hook sees it: the gradient of a parameter for the microbatch in hand."""
+        position = self._positions.get(name)
+        if position is not None:
+            self.parameters[position].grad = gradient
+            self._hook(position)(self.parameters[position])
 
     def _hook(self, position: int) -> Callable[[Tensor], None]:
         def take(parameter: Tensor) -> None:

@@ -41,6 +41,7 @@ class Place:
     credentials: dict[str, str] = field(default_factory=dict)  # certificate and key for that
     faults: tuple[Fault, ...] = ()
     under_way: bool = False  # it joins a training that has begun
+    rank: int = 0  # of its replica
 
 
 @dataclass

@@ -63,11 +63,12 @@ def _conclude(job: Job, seconds: float) -> Result:
 
 def _save(job: Job) -> str:
     """The weights' file name, or an empty string when it could not be written: a full disk loses no training."""
+    weights = job.weights_of_all()
     if not job.is_first:
         return ""
     target = job.context.run_dir.weights
     try:
-        save_state(job.request.model.state_dict(), target)
+        save_state(weights, target)
     except (OSError, RuntimeError) as error:
         job.emit(events.Notice(code="weights-not-saved", text=f"{target} could not be written: {error}"))
         return ""

@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.checkpoint.naming import by_name, by_number, names_in_order
 from unisono.checkpoint.weights import hash_state
+from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm
 from unisono.core import events
 from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError, SlicesLost
@@ -31,6 +32,7 @@ from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
+from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
@@ -50,6 +52,7 @@ from unisono.train.resuming import (
     load,
 )
 from unisono.train.saving import Captured
+from unisono.train.spread import Spread
 from unisono.train.state import TrainState
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
@@ -100,7 +103,12 @@ class Job:
     reading_told_s: float = 0.0
     untold: list[events.Event] = field(default_factory=list)  # until it is known who speaks for all
     told_lost: tuple[Stamp, tuple[int, ...]] | None = None
+    spread: Spread | None = None  # where ranks hold parts of the state
     checkpoints: Checkpoints = field(init=False)
+
+    @property
+    def inner(self) -> Inner:
+        return self.spread.inner if self.spread else ALONE
 
     @property
     def carried(self) -> Carried:
@@ -108,7 +116,11 @@ class Job:
 
     @property
     def is_first(self) -> bool:
-        return self.comm.rank == 0
+        return self.comm.rank == 0 and self.inner.rank == 0
+
+    def take(self, batch: Any) -> Any:
+        """What this rank computes of a microbatch."""
+        return self.strategy.take(batch, self.request.count) if isinstance(self.strategy, Grouped) else batch
 
     def stop_is_asked(self, steps: int = 1) -> bool:
         """From outside the script: by a command, or with ``--stop-after`` when that step is among those in hand."""
@@ -218,7 +230,11 @@ class Job:
         del state["carried"]  # generations belong to this life of the run
         if self.state.stopped_by_run:  # which the state is not part of
             state["train"] |= {"stopped_early": "", "stopped_by_run": False}
-        optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
+        if self.spread is None:
+            optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
+        else:
+            inner, optimizer = {"model": self.spread.weights()}, self.spread.optimizer_by_name()
+            state |= self.spread.whole.as_before
         tensors, facts, steady = captured({**inner, "optimizer": optimizer, **state}, self.request.model)
         last = self.state.history[-1] if self.state.history else {}
         about = {
@@ -240,12 +256,13 @@ class Job:
 
     def take_up(self, home: Home) -> TakenUp:
         """Go on from a checkpoint. The workers have not met yet."""
-        taken = load(home, self.request.model, self.spec, self.fingerprint, self.carried)
+        taken = load(home, self._shapes(), self.spec, self.fingerprint, self.carried)
         names = names_in_order(self.request.model, self.request.optimizer)
         with believed(taken.manifest, home.store.url if home.store else ""):
-            state = dict(taken.state)
+            state = dict(taken.state) if self.spread is None else self.spread.cut(taken.state)
             strategy = {key: state.pop(key) for key in ("model", "optimizer", "outer") if key in state}
-            strategy["optimizer"] = by_number(strategy["optimizer"], names)
+            if self.spread is None:
+                strategy["optimizer"] = by_number(strategy["optimizer"], names)
             check_own(self.request.travellers, state["travellers"])
             self.state_in({**state, "strategy": strategy, "carried": [taken.manifest.step, 0]})
             if self.state.step != taken.manifest.step:
@@ -260,6 +277,16 @@ class Job:
         self.told = self.checkpoints.saved_step = self.state.step
         self.session.activity.step = 0  # until the workers have met, nobody stands anywhere
         return taken
+
+    def _shapes(self) -> Mapping[str, torch.Tensor]:
+        if self.spread is not None:
+            return self.spread.whole.shapes
+        state = self.request.model.state_dict()
+        return {f"model.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def weights_of_all(self) -> Mapping[str, Any]:
+        """The whole model's, on the first rank of a replica. All its ranks call it together."""
+        return self.request.model.state_dict() if self.spread is None else self.spread.weights()
 
     def reform(self, lost: PeerLost | None) -> None:
         """On to the next generation; everyone in it then stands at the same place."""
@@ -357,6 +384,7 @@ class Job:
                 self._go_back()
             else:
                 self.session.distrust()
+        error.agreed = True
         raise error
 
     def _go_back(self) -> None:
@@ -369,7 +397,7 @@ class Job:
 
     def agree_on_weights(self) -> str:
         """The hash of the weights, after checking that every worker has the same."""
-        own = hash_state(self.request.model.state_dict())
+        own = hash_state(self.weights_of_all())
         rows = self.comm.gather(torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8))
         for rank, row in enumerate(rows):
             if not torch.equal(row, rows[0]) and self.spec.exact:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -21,38 +21,17 @@ from unisono.core.errors import NonFiniteLoss, PeerLost
 from unisono.data.step_data import StepData
 from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
-from unisono.train.checkpoints import Riders
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
 from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite, line_of
+from unisono.train.notes import STOPPED_BY_RUN, Notes
 from unisono.train.options import EarlyStop, EpochInfo, StepInfo
 from unisono.train.state import TrainState
 
 
 def _nothing(*_: Any) -> None:
     return None
-
-
-STOPPED_BY_RUN = 2.0
-
-
-class Notes(NamedTuple):
-    """What each worker attaches to a step, for all to see."""
-
-    waited_s: float
-    compute_s: float
-    stop: float  # asked to stop by the script (1) or by the run (2)
-    check: float  # digest of what was read in common
-    change: float  # this worker has heard of another generation
-    checksum: float  # of the weights before this step, where it is due
-    save: float  # a checkpoint is wanted after this step; and what has become of the last: see `checkpoints.Riders`
-    not_saved: float
-    saved: float
-
-    @property
-    def riders(self) -> Riders:
-        return Riders(self.save, self.not_saved, self.saved)
 
 
 @dataclass

@@ -20,7 +20,9 @@ def open_mesh(context: Context) -> MeshComm:
     assert place is not None
     secured = place.credentials and not context.spec.plaintext
     credentials = Certificate(**place.credentials) if secured else None
-    mesh = MeshComm(context.worker, place.scratch, place.host, place.bind, credentials)
+    scratch = place.scratch / f"rank-{place.rank}" if place.rank else place.scratch
+    scratch.mkdir(exist_ok=True)
+    mesh = MeshComm(context.worker, scratch, place.host, place.bind, credentials)
     context.activity.follow(mesh)
     return mesh
 

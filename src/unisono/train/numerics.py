@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -75,6 +75,7 @@ class Update:
         self.model, self.l1 = model, l1
         self.norm, self.value = (clip.norm, clip.value) if clip else (None, None)
         self.grad_norm: float | None = None
+        self.norm_of_all: Callable[[], float] | None = None  # where ranks hold parts of the model
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -85,7 +86,11 @@ class Update:
                 parameter.grad.add_(parameter.sign(), alpha=self.l1)
         if self.value is not None:
             nn.utils.clip_grad_value_(with_gradient, self.value)
-        if self.norm is not None:
+        if self.norm is not None and self.norm_of_all is not None:
+            self.grad_norm = self.norm_of_all()
+            factor = min(1.0, self.norm / (self.grad_norm + 1e-6))  # as torch's clip_grad_norm_ has it
+            torch._foreach_mul_([p.grad for p in with_gradient if p.grad is not None], factor)
+        elif self.norm is not None:
             # Norms per parameter, then one over them in parameter order: a fixed order on every worker.
             self.grad_norm = float(nn.utils.clip_grad_norm_(with_gradient, self.norm))
 

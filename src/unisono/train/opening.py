@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from unisono.comm.faulty import faulty
+from unisono.comm.inner import ALONE, LedComm
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
@@ -35,6 +36,7 @@ from unisono.elastic.station import Alone
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.asynchronous import Asynchronous
+from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.streaming import Streaming
@@ -48,6 +50,7 @@ from unisono.train.job import Job, Request
 from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
+from unisono.train.replica import Replica, open_replica
 from unisono.train.resuming import Home, TakenUp, open_home
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
@@ -61,27 +64,35 @@ def open_job(context: Context, request: Request) -> Job:
     spec = _resolve(context, request, home.microbatches)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact)
-    device = numerics.choose_device(context.spec.device, *((place.slot, place.local) if place else (0, 1)))
+    device = numerics.choose_device(context.spec.device, *_slot(context))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    request.model.to(device)
-    _move_optimizer_state(request.optimizer, device)
+    replica = open_replica(context, request, device)
+    trained = request.model
+    if replica is None:
+        request.model.to(device)
+        _move_optimizer_state(request.optimizer, device)
+    else:
+        request = replace(request, model=replica.group.shards.shadow)
     loader = _open_loader(request, spec, context.spec.bound)
     comm, address = _open_comm(context, device)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
-    strategy = _open_strategy(context, request, spec, reached, device, update)
+    strategy = _open_strategy(context, request, spec, reached, device, update, trained, replica)
     comm = strategy.comm
     try:
         length, seen = loader.probe(0)
         fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
         station = context.station or Alone(spec.microbatches)
         meeting_point = str(context.place.scratch / "members") if context.place else ""
-        session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point)
+        inner = replica.world if replica else ALONE
+        session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point, inner)
         # Servers send the weights anew with every step, so a bit that flips in a worker's does not stay.
         guard = Guard(request.model, 0 if isinstance(strategy, ParameterServer) else context.spec.verify_every)
-        job = Job(context, request, spec, device, comm, session, strategy, update, loader, fingerprint, guard, faults)
+        voice = cast("Comm", LedComm(comm, replica.world)) if replica else comm
+        job = Job(context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, faults)
+        job.spread = replica.spread if replica else None
         job.checkpoints = _checkpoints(job, home)
         taken = job.take_up(home) if home.found else None
         facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
@@ -108,9 +119,9 @@ def _checkpoints(job: Job, home: Home) -> Checkpoints:
     def identity() -> str:
         return uuid.uuid4().hex + "\n"
 
-    return Checkpoints(
-        job.context.worker, home.store, home.seal, home.interval, home.keeping, job.capture, job.context.emit, identity
-    )
+    writes = job.inner.rank == 0  # it has the whole state
+    worker, store = (job.context.worker, home.store) if writes else (-1, None)
+    return Checkpoints(worker, store, home.seal, home.interval, home.keeping, job.capture, job.context.emit, identity)
 
 
 def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpec:
@@ -146,6 +157,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         local=str(request.local) if request.local else "",
         staleness=context.spec.staleness if context.spec.bound != 0 else "",
         delayed=context.spec.delayed,
+        mesh=context.spec.mesh,
         parameters=numerics.count_parameters(request.model.parameters()),
     )
 
@@ -180,14 +192,29 @@ def _local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
     return replace(asked or LocalSteps(h=_LOCAL_STEPS), **given)
 
 
+def _slot(context: Context) -> tuple[int, int]:
+    """Which of the machine's devices is this rank's, and how many its ranks need."""
+    place, ranks = context.place, context.spec.replica.ranks
+    return (place.slot * ranks + place.rank, place.local * ranks) if place else (0, 1)
+
+
 def _open_strategy(
-    context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
+    context: Context,
+    request: Request,
+    spec: JobSpec,
+    comm: Comm,
+    device: torch.device,
+    update: Update,
+    trained: nn.Module,
+    replica: Replica | None,
 ) -> AllReduce | Local:
+    """`trained` is the model that computes; `request.model` what is added up of it here."""
     local = request.local
     if context.spec.strategy == "ps":
         return _servers(context, request, spec, comm, device, update)
+    way = "direct" if replica and context.spec.comm == "auto" else context.spec.comm
     adding = Adding(
-        context.spec.comm,
+        way,
         spec,
         request.model,
         device,
@@ -195,8 +222,9 @@ def _open_strategy(
         wide_sums=local is not None,
         fragments=local.fragments if local else 1,
     )
-    strategy = _strategy(request)(
-        request.model,
+    made = _strategy(request) if replica is None else partial(Grouped, group=replica.group)
+    strategy = made(
+        trained if replica else request.model,
         request.optimizer,
         comm,
         update,
@@ -205,6 +233,8 @@ def _open_strategy(
         carry=adding.carry,
     )
     adding.carried = strategy.carried
+    if isinstance(strategy, Grouped):
+        update.norm_of_all = strategy.norm
     if isinstance(strategy, AllReduce):
         adding.shapes_of = strategy.shapes
     if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise

@@ -30,9 +30,10 @@ from unisono.train.checkpoints import Riders
 from unisono.train.finish import finish
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job, Request
-from unisono.train.loop import STOPPED_BY_RUN, Loaded, Notes, current_lr, report_step, to_device
+from unisono.train.loop import Loaded, current_lr, report_step, to_device
 from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite
+from unisono.train.notes import STOPPED_BY_RUN, Notes
 from unisono.train.opening import open_job
 from unisono.train.options import Clip, Result
 

@@ -122,11 +122,17 @@ class TakenUp:
     differs: list[str]
 
 
-def load(home: Home, model: nn.Module, spec: JobSpec, fingerprint: Fingerprint, carried: Carried = NOTHING) -> TakenUp:
-    """The newest checkpoint of which every byte is right. Raises CheckpointMismatch, which names what does not fit."""
+def load(
+    home: Home,
+    state: Mapping[str, torch.Tensor],
+    spec: JobSpec,
+    fingerprint: Fingerprint,
+    carried: Carried = NOTHING,
+) -> TakenUp:
+    """The newest checkpoint of which every byte is right. `state` is the whole model's, for names and shapes. Raises
+    CheckpointMismatch, which names what does not fit."""
     assert home.found is not None
     assert home.store is not None
-    state = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     here = specs_of(state)
     for manifest in _candidates(home):
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}

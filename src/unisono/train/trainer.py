@@ -214,6 +214,8 @@ class Trainer:
             raise _does_not_fit(error, batch) from error
 
     def _call(self, batch: Any) -> Tensor:
+        assert self._job is not None
+        batch = self._job.take(batch)
         if self.objective is not None:
             value = self.objective(self.model, batch)
         else:

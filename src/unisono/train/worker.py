@@ -43,8 +43,10 @@ from unisono.core.spec import RunSpec
 from unisono.data.loader_failures import explain_death
 from unisono.elastic.activity import Pulse
 from unisono.elastic.fault_points import FaultPoints
-from unisono.elastic.station import Departed, Manned
+from unisono.elastic.leading import Leading
+from unisono.elastic.station import Departed
 from unisono.train.context import Context, Place, set_current
+from unisono.train.limbs import Limbs, grow, led_by, silence
 from unisono.wire.channel import FD_VARIABLE, Channel
 
 VARIABLE = "UNISONO_WORKER"  # JSON: what the host tells it; see control.local_workers
@@ -66,11 +68,18 @@ def main() -> int:
     worker: int = settings["worker"]
     process.show_as(f"worker-{worker}")
 
+    def live_on(rank: int, pipe: Channel) -> NoReturn:
+        channel.close()
+        leave(_follow(rank, pipe, spec, settings))
+
+    limbs = grow(worker, spec.replica.ranks, live_on)
+
     def emit(event: events.Event) -> None:
         channel.send(dataclasses.replace(event, worker=worker))
 
-    station = Manned(worker, channel.tell, spec.hang_after + _VERDICT_S)
+    station = Leading(worker, channel.tell, spec.hang_after + _VERDICT_S, limbs.tells)
     channel.listen(station.hear)
+    limbs.watch(emit)
     context = Context(
         spec,
         RunDir(Path(spec.run_dir).absolute()),  # a script may change its working directory
@@ -101,15 +110,35 @@ def main() -> int:
             emit(events.Notice(code="departed", text=str(departed.failure)))
         return departed.failure.exit_code if departed.failure else Preempted.exit_code
     except BaseException as error:
-        return _report(error, context)
+        return _report(error, context, limbs)
+    limbs.await_all()
     channel.farewell()
     return 0
 
 
-def _report(error: BaseException, context: Context) -> int:
+def _follow(rank: int, pipe: Channel, spec: RunSpec, settings: dict[str, Any]) -> int:
+    """Another rank than the first of a replica: the same script, and nobody to talk to but the first."""
+    worker: int = settings["worker"]
+    place = dataclasses.replace(_place(settings, worker), rank=rank, faults=())
+    run_dir = RunDir(Path(spec.run_dir).absolute())
+    context = Context(spec, run_dir, worker, silence(pipe), led_by(pipe), place=place)
+    set_current(context)
+    try:
+        _run_script(spec)
+    except Departed:
+        return Preempted.exit_code
+    except BaseException as error:
+        return _report(error, context)
+    pipe.farewell()
+    return 0
+
+
+def _report(error: BaseException, context: Context, limbs: Limbs | None = None) -> int:
     """Tell what ended the script; the exit code for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
     failure = _explain(error)
+    if limbs is not None and limbs.all:
+        failure = limbs.excuse(failure)
     trace = failure.trace or process.user_traceback(error)
     with contextlib.suppress(Exception):  # the script may have closed it
         sys.stderr.write(trace)

@@ -48,6 +48,10 @@ class Channel:
             sys.stderr.write(f"the channel to the supervisor is gone ({error}); did the script close all its files?\n")
             os._exit(1)
 
+    def close(self) -> None:
+        """In a process that was forked: the channel is its parent's."""
+        self._socket.close()
+
     def farewell(self) -> None:
         """The script has ended as it should; an exit from now on is no surprise."""
         with contextlib.suppress(OSError), self._lock:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica of several ranks: inside, torch's own parallelism; between replicas, all-reduce as always.
+
+Every rank runs this strategy on its part of the model and talks to its like in other replicas: gradients of the part
+are added in the fixed tree over microbatches. After the reduction the ranks of a replica agree that all of them have
+theirs, so that no replica is ever half a step ahead. Called by the loop through `Strategy`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.comm.inner import Inner, agreed
+from unisono.comm.reducers.direct import DirectReducer
+from unisono.comm.reducers.seam import MakeReducer
+from unisono.comm.seam import Comm
+from unisono.core import seeds
+from unisono.core.errors import PeerLost, SetupError
+from unisono.core.mesh import Mesh
+from unisono.parallel.allreduce import AllReduce
+from unisono.parallel.buffers import Buffers
+from unisono.parallel.carried import Make
+from unisono.parallel.norms import squared_norm
+from unisono.parallel.shards import Shards
+from unisono.parallel.strategy import Compute, Microbatch, Reduced
+
+
+@dataclass(frozen=True)
+class Group:
+    """A rank's place in its replica."""
+
+    mesh: Mesh
+    inner: Inner
+    shards: Shards
+    one_voice: Callable[[list[list[float]]], list[float]] = lambda rows: rows[0]  # the notes of all ranks in one
+    before_update: Callable[[], None] = lambda: None
+
+    @property
+    def place(self) -> dict[str, int]:
+        return self.mesh.place(self.inner.rank)
+
+
+class Grouped(AllReduce):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm,
+        before_update: Callable[[], None],
+        random_state: Callable[[Microbatch], int],
+        make_reducer: MakeReducer = DirectReducer,
+        carry: Make = lambda _: {},
+        *,
+        group: Group,
+    ) -> None:
+        """`model` is the real one; what is added, updated and moved is `group.shards`."""
+        super().__init__(group.shards.shadow, optimizer, comm, before_update, random_state, make_reducer, carry)
+        self.group = group
+        self._buffers = Buffers(model)
+        self._share = 1.0  # of the microbatch's samples that this rank computes
+
+    def take(self, batch: Any, count: Callable[[Any], float] | None) -> Any:
+        """This rank's part of a microbatch: ranks that shard the model between them also share out its samples."""
+        ways, at = self.group.mesh.fsdp, self.group.place["fsdp"]
+        if ways == 1:
+            return batch
+        total = samples_in(batch)
+        first, last = total * at // ways, total * (at + 1) // ways
+        if first == last:  # it must take part in the collectives all the same
+            self._share = 0.0
+            return narrowed(batch, 0, 1)
+        part = narrowed(batch, first, last)
+        self._share = (last - first) / total if count is None else float(count(part)) / float(count(batch))
+        return part
+
+    def begin_step(self, weights: Sequence[float]) -> None:
+        self.group.shards.follow()
+        super().begin_step(weights)
+
+    def begin_microbatch(self, microbatch: Microbatch) -> None:
+        super().begin_microbatch(microbatch)
+        if at := self.group.place["fsdp"]:  # other samples, so other dropout
+            seeds.apply(seeds.derive(self.random_state(microbatch), "part", at))
+
+    def backward(self, loss: Tensor) -> None:
+        share, self._share = self._share, 1.0
+        self._losses[self._current.index] = loss.detach().double() * share
+        if loss.requires_grad:
+            (loss * (self._current.weight * share)).backward()  # type: ignore[no-untyped-call]
+        assert self._gradients is not None
+        for name, gradient in self.group.shards.gradients():
+            if gradient is not None:
+                self._gradients.deliver(name, gradient)
+        self._end_microbatch()
+
+    def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
+        (compute,) = turns
+        self.begin_microbatch(microbatch)
+        if microbatch.weight:
+            self.backward(compute())
+            self._refuse_changed_buffers()
+        else:
+            self.end_empty_microbatch()
+
+    def _refuse_changed_buffers(self) -> None:
+        if self.group.mesh.fsdp > 1 and any(self._buffers.changed()):
+            raise SetupError(
+                "the model's buffers change in the forward pass, which ranks that share a microbatch cannot follow",
+                cause="batch norm, or a buffer like it, sees a part of the microbatch on each fsdp rank",
+                do="use layer or group norm, or leave fsdp out of --mesh",
+            )
+
+    def reduce(self, notes: Sequence[float]) -> Reduced:
+        try:
+            self._add_losses()
+            reduced = super().reduce(self.group.one_voice(self.group.inner.rows(notes)))
+        except PeerLost as lost:
+            if not lost.agreed:
+                self.group.inner.agree(False)
+            raise agreed(lost) from None
+        if not self.group.inner.agree(True):
+            raise agreed(PeerLost("another rank of this replica has lost a peer"))
+        return reduced
+
+    def _add_losses(self) -> None:
+        """A microbatch's loss is that of all its samples, wherever they were computed. The same on every rank."""
+        if self.group.mesh.fsdp == 1:
+            return
+        mine = sorted(self._losses)
+        rows = self.group.inner.rows([float(self._losses[i]) for i in mine])
+        beside = self.group.mesh.beside(self.group.inner.rank, "fsdp")
+        for column, index in enumerate(mine):
+            self._losses[index] = torch.tensor(math.fsum(rows[rank][column] for rank in beside), dtype=torch.float64)
+
+    def step(self, loss: float, again: Callable[[], float]) -> None:
+        self.group.before_update()
+        super().step(loss, again)
+
+    def norm(self) -> float:
+        """Of the step's gradient over the whole model: parts added in the order of ranks, copies counted once."""
+        shards, sharded, common = self.group.shards, 0.0, 0.0
+        for name, parameter in shards.local.items():
+            if parameter.grad is not None:
+                square = float(squared_norm(parameter.grad))
+                share = shards.share(name)
+                sharded, common = (sharded + square * share, common) if share else (sharded, common + square)
+        mesh, inner = self.group.mesh, self.group.inner
+        rows = inner.rows([sharded, common])
+        # What is no DTensor is the same on all ranks of its stage: the first of each stage counts it.
+        firsts = [mesh.rank({"pp": stage, "fsdp": 0, "tp": 0}) for stage in range(mesh.pp)]
+        return math.sqrt(math.fsum(row[0] for row in rows) + math.fsum(rows[rank][1] for rank in firsts))
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first dimension, the same for every tensor of a batch."""
+    lengths = {len(tensor) for tensor in _tensors(batch)}
+    if len(lengths) != 1:
+        raise SetupError(
+            "a batch cannot be shared out between fsdp ranks",
+            cause=f"its tensors have different lengths: {sorted(lengths)}" if lengths else "it holds no tensors",
+            do="let samples be the first dimension of every tensor of a batch",
+        )
+    return lengths.pop()
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    if isinstance(batch, Tensor):
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        return [tensor for item in batch for tensor in _tensors(item)]
+    raise SetupError(
+        f"a batch with a {type(batch).__name__} in it cannot be shared out between fsdp ranks",
+        do="let batches be made of tensors",
+    )
+
+
+def narrowed(batch: Any, first: int, last: int) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[first:last]
+    if isinstance(batch, dict):
+        return {key: narrowed(value, first, last) for key, value in batch.items()}
+    items = [narrowed(item, first, last) for item in batch]
+    return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank of a replica holds of the model: its parts, as plain tensors under the names of the whole.
+
+Parameters that are spread over ranks are DTensors; the optimizer, the reduction between replicas and everything that
+moves or compares state work on their local tensors, which share memory with them. `shadow` is a module made of those.
+Whole tensors are put together, and cut, one at a time. Called by the grouped strategy and by whoever saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from unisono.core.errors import SetupError
+
+
+class Shards:
+    def __init__(self, model: nn.Module) -> None:
+        """`model` has been cut; its parameters stay the objects that they are now."""
+        self.real = dict(model.named_parameters())
+        self.local = {name: nn.Parameter(_local(p).detach(), p.requires_grad) for name, p in self.real.items()}
+        self.shadow = nn.Module()
+        for name, parameter in self.local.items():
+            owner, key = _owner(self.shadow, name)
+            owner.register_parameter(key, parameter)
+        kept = set(model.state_dict())
+        for name, buffer in model.named_buffers():
+            owner, key = _owner(self.shadow, name)
+            owner.register_buffer(key, buffer, persistent=name in kept)
+
+    def follow(self) -> None:
+        """What the script freezes or thaws."""
+        for name, parameter in self.real.items():
+            self.local[name].requires_grad_(parameter.requires_grad)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Of the backward pass just done, each in its parameter's own cut; they are taken away from the parameters."""
+        for name, parameter in self.real.items():
+            gradient, parameter.grad = parameter.grad, None
+            if isinstance(gradient, DTensor):
+                assert isinstance(parameter, DTensor)
+                if gradient.placements != parameter.placements:
+                    gradient = gradient.redistribute(placements=parameter.placements)
+                gradient = gradient.to_local()
+            yield name, gradient
+
+    @torch.no_grad()
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """The whole tensor of which `local` is this rank's part, cut as the parameter is. All ranks that share the
+        parameter call it together."""
+        parameter = self.real[name]
+        if not isinstance(parameter, DTensor) or local.shape != parameter.to_local().shape:
+            return local
+        spread = DTensor.from_local(
+            local, parameter.device_mesh, parameter.placements, run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        return spread.full_tensor()
+
+    @torch.no_grad()
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, cut as the parameter is."""
+        parameter = self.real[name]
+        if not isinstance(parameter, DTensor):
+            return whole
+        if whole.shape != parameter.shape:  # a number that belongs to the parameter as a whole
+            return whole
+        mesh = parameter.device_mesh
+        cut = distribute_tensor(whole.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
+        return cut.to_local()
+
+    def share(self, name: str) -> float:
+        """1 over the number of ranks that hold the same part of it: so that, added over ranks, it counts once."""
+        parameter = self.real[name]
+        if not isinstance(parameter, DTensor):
+            return 0.0
+        copies = 1
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            copies *= 1 if placement.is_shard() else size
+        return 1.0 / copies
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that is to hold it, made on the way."""
+    *path, key = name.split(".")
+    for part in path:
+        found = root._modules.get(part)
+        if found is None:
+            found = nn.Module()
+            root.add_module(part, found)
+        root = found
+    return root, key
+
+
+def point_optimizer_at(optimizer: torch.optim.Optimizer, before: dict[int, str], shards: Shards) -> None:
+    """The user's optimizer was made for the whole parameters, `before` by identity; from now on it works on the parts.
+    Those that other ranks hold alone are theirs."""
+    if optimizer.state:
+        raise SetupError(
+            "the optimizer has state already, which cannot be cut",
+            cause="it has made steps before the training began",
+            do="give a fresh optimizer; a run is continued from its checkpoint",
+        )
+    for group in optimizer.param_groups:
+        names = [before[id(parameter)] for parameter in group["params"]]
+        group["params"] = [shards.local[name] for name in names if name in shards.local]

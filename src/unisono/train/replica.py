@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a replica of several ranks: torch's world for it, the model cut over them, the optimizer pointed at the parts.
+
+Called by `opening` on every rank, with the whole model; returns what the rest of the house needs to go on as if this
+rank's part were the model. Inside of a replica torch.distributed's default world is the replica, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch._C._distributed_c10d as _c10d
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from unisono.checkpoint.weights import hash_state
+from unisono.comm.inner import World
+from unisono.core.errors import ReplicasDisagree, SetupError
+from unisono.core.mesh import INNER, Mesh
+from unisono.core.spec import RunSpec
+from unisono.parallel.grouped import Group
+from unisono.parallel.sharded import shard
+from unisono.parallel.shards import Shards, point_optimizer_at
+from unisono.parallel.slice_optimizer import keeps_state
+from unisono.train.context import Context, Place
+from unisono.train.job import Request
+from unisono.train.notes import of_replica
+from unisono.train.spread import Spread, Whole
+
+_COLLECTIVE_LIMIT = timedelta(hours=12)  # who hangs is found by the coordinator long before
+
+
+@dataclass(frozen=True)
+class Replica:
+    world: World
+    group: Group
+    spread: Spread
+
+
+def open_replica(context: Context, request: Request, device: torch.device) -> Replica | None:
+    """None where a replica is one rank."""
+    mesh, place = context.spec.replica, context.place
+    if mesh.ranks == 1:
+        return None
+    if place is None:
+        raise SetupError(
+            f"a replica of {mesh.arithmetic} ranks needs unisono run",
+            cause="python train.py is one process",
+            do=f"unisono run {context.spec.script or 'train.py'} --mesh {mesh.inner}",
+        )
+    _refuse(context.spec, request)
+    keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
+    world = _open_world(context.worker, place, mesh, device)
+    _check_alike(request, world)
+    whole = Whole(request.model, request.optimizer)
+    meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
+    if mesh.fsdp > 1:
+        shard(request.model, meshes["fsdp"])
+    else:
+        request.model.to(device)
+    shards = Shards(request.model)
+    point_optimizer_at(request.optimizer, whole.names, shards)
+    group = Group(mesh, world, shards, of_replica)
+    return Replica(world, group, Spread(whole, shards, request.optimizer, mesh, world))
+
+
+def _refuse(spec: RunSpec, request: Request) -> None:
+    refusals = {
+        "a loop of one's own": not request.has_end,
+        f"--strategy {spec.strategy}": spec.strategy not in ("", "allreduce"),
+        "local steps": request.local is not None,
+        f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
+        "exact=False": not request.exact,
+    }
+    for what, refused in refusals.items():
+        if refused:
+            raise SetupError(f"--mesh {spec.mesh} and {what} do not go together yet", do="leave out one of the two")
+
+
+def _open_world(worker: int, place: Place, mesh: Mesh, device: torch.device) -> World:
+    """The ranks are processes of one machine, and meet through a file that the run's end removes."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = _c10d.FileStore(str(place.scratch / f"replica-{worker}"), mesh.ranks)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=mesh.ranks, timeout=_COLLECTIVE_LIMIT)
+    return World()
+
+
+def _check_alike(request: Request, world: World) -> None:
+    """Each rank has built the whole model for itself; what it keeps is a part of what all must have in common."""
+    digest = int(hash_state(request.model.state_dict())[:12], 16)
+    found = [int(row[0]) for row in world.rows([digest])]
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ReplicasDisagree(
+                f"rank {rank} of this replica has built another model than rank 0",
+                cause="weights that are drawn from the clock or the process id, or read from different files",
+                do="let nothing in the model depend on the process; unisono.seed(...) makes chance the same",
+            )

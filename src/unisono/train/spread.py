@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training's state where ranks hold parts of it: put together for checkpoints and hashes, cut when it is taken up.
+
+A checkpoint holds whole tensors under the names of the whole model, whatever the mesh: so any mesh reads what any other
+has written. Tensors are put together one at a time and kept by the first rank alone, in the memory of its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from unisono.checkpoint.naming import by_name, by_number, names_in_order
+from unisono.comm.inner import Inner
+from unisono.core.mesh import Mesh
+from unisono.parallel.shards import Shards
+
+
+class Whole:
+    """How things stood before the model was cut."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = names  # by identity
+        self.parameters = list(names.values())
+        self.trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        self.modes = [module.training for module in model.modules()]
+        self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self.entries = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
+        self.shapes = {  # as a checkpoint names them
+            f"model.{name}": value for name, value in _on_meta(model.state_dict()).items() if isinstance(value, Tensor)
+        }
+
+    @property
+    def as_before(self) -> dict[str, Any]:
+        """Of the facts in a checkpoint, those that a cut model cannot tell."""
+        return {"trainable": [self.trainable[name] for name in self.parameters], "modes": self.modes}
+
+
+def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+class Spread:
+    """The state of a replica, seen from one of its ranks."""
+
+    def __init__(
+        self, whole: Whole, shards: Shards, optimizer: torch.optim.Optimizer, mesh: Mesh, inner: Inner
+    ) -> None:
+        self.whole, self.shards, self.optimizer, self.mesh, self.inner = whole, shards, optimizer, mesh, inner
+
+    @property
+    def is_first(self) -> bool:
+        return self.inner.rank == 0
+
+    # --- put together: all ranks call these at the same time
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole model's tensors by name, on the first rank; nothing elsewhere."""
+        found = self._collect(self.shards.shadow.state_dict())
+        return {name: found[name] for name in self.whole.entries if name in found}
+
+    def optimizer_by_name(self) -> dict[str, Any]:
+        local = by_name(self.optimizer.state_dict(), names_in_order(self.shards.shadow, self.optimizer))
+        pieces = {f"{name}\n{key}": value for name, entry in local["state"].items() for key, value in entry.items()}
+        tensors = self._collect({key: value for key, value in pieces.items() if isinstance(value, Tensor)})
+        plain = {key: value for key, value in pieces.items() if not isinstance(value, Tensor)}
+        state: dict[str, Any] = {}
+        for name in self.whole.parameters:
+            prefix = f"{name}\n"
+            entry = {
+                key.removeprefix(prefix): value for key, value in {**plain, **tensors}.items() if key.startswith(prefix)
+            }
+            if entry:
+                state[name] = entry
+        groups = [{**group, "params": names} for group, names in zip(local["groups"], self.whole.groups, strict=True)]
+        return {"state": state, "groups": groups}
+
+    def _collect(self, local: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The first ranks of a pipeline's stages have the whole tensors, and give them to the first of all."""
+        found: dict[str, Tensor] = {}
+        place = self.mesh.place(self.inner.rank)
+        speaks = not (place["fsdp"] or place["tp"])
+        for name, value in local.items():
+            if isinstance(value, Tensor):
+                whole = self._put_together(name.split("\n")[0], value)
+                if speaks:
+                    found[name] = whole.detach().to("cpu", copy=True)
+        for stage in range(1, self.mesh.pp):
+            sender = self.mesh.rank({"pp": stage, "fsdp": 0, "tp": 0})
+            if self.inner.rank == sender:
+                _send(found, 0)
+            elif self.is_first:
+                found |= dict(_receive(sender))
+        return found if self.is_first else {}
+
+    def _put_together(self, name: str, value: Tensor) -> Tensor:
+        return self.shards.whole(name, value) if name in self.shards.real else value
+
+    # --- cut
+
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole state, as a checkpoint has it, to what this rank holds of it."""
+        shards = self.shards
+        model = {name: self._part(name, state["model"][name]) for name in shards.shadow.state_dict()}
+        names = names_in_order(shards.shadow, self.optimizer)
+        saved = state["optimizer"]
+        entries = {
+            name: {key: self._part(name, value) for key, value in saved["state"][name].items()}
+            for name in names
+            if name in saved["state"]
+        }
+        groups = [{**group, "params": [n for n in group["params"] if n in shards.local]} for group in saved["groups"]]
+        trainable = dict(zip(self.whole.parameters, state["trainable"], strict=True))
+        return {
+            **state,
+            "model": model,
+            "optimizer": by_number({"state": entries, "groups": groups}, names),
+            "trainable": [trainable[name] for name, _ in shards.shadow.named_parameters()],
+            "modes": [module.training for module in shards.shadow.modules()],
+        }
+
+    def _part(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or name not in self.shards.real:
+            return value
+        return self.shards.part(name, value)
+
+
+def _send(tensors: Mapping[str, Tensor], to: int) -> None:
+    heads = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()]
+    dist.send_object_list([heads], to)
+    for tensor in tensors.values():
+        if tensor.numel():
+            dist.send(tensor.contiguous(), to)
+
+
+def _receive(sender: int) -> Iterator[tuple[str, Tensor]]:
+    box: list[Any] = [None]
+    dist.recv_object_list(box, sender)
+    for name, shape, dtype in box[0]:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if tensor.numel():
+            dist.recv(tensor, sender)
+        yield name, tensor
