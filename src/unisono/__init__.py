@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from unisono.train.options import Clip as Clip
     from unisono.train.options import EarlyStop as EarlyStop
     from unisono.train.options import EpochInfo as EpochInfo
+    from unisono.train.options import Parallel as Parallel
     from unisono.train.options import Result as Result
     from unisono.train.options import StepInfo as StepInfo
     from unisono.train.own_loop import attach as attach
@@ -48,6 +49,7 @@ __all__ = [
     "EarlyStop",
     "EpochInfo",
     "LocalSteps",
+    "Parallel",
     "Result",
     "StepInfo",
     "Trainer",
@@ -73,6 +75,7 @@ _HOMES = {
     "LAMB": "unisono.train.optimizers.lamb",
     "LARS": "unisono.train.optimizers.lars",
     "LocalSteps": "unisono.parallel.local",
+    "Parallel": "unisono.train.options",
     "Result": "unisono.train.options",
     "StepInfo": "unisono.train.options",
     "Trainer": "unisono.train.trainer",

@@ -108,6 +108,21 @@ def run(
             help="Models larger than one device: replicas (dp) of several ranks: dp=4,fsdp=2,tp=2,pp=2.", metavar="MESH"
         ),
     ] = None,
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            help="With fsdp: how much is given back: 3 (default) after each pass of a block, 2, 1.", metavar="N"
+        ),
+    ] = None,
+    offload: Annotated[
+        bool | None, typer.Option("--offload", help="With fsdp: keep the parts in the host's memory.")
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="With pp: gpipe, 1f1b (default), interleaved or zero-bubble.")
+    ] = None,
+    chunks: Annotated[
+        int | None, typer.Option(help="With pp: parts of a microbatch that are under way at once.")
+    ] = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts a step is cut into; belongs to the job.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads per worker (default 1); part of the bits.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything random (default 0).")] = None,
@@ -226,7 +241,8 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
-        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed, "mesh": mesh,
+        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed,
+        "mesh": mesh, "zero": zero, "offload": offload, "schedule": schedule, "chunks": chunks,
         "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}

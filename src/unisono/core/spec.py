@@ -107,6 +107,10 @@ class RunSpec(BaseModel):
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
     mesh: str = ""  # the shape of a replica; how many there are is `workers`
+    zero: Literal[1, 2, 3] | None = None
+    offload: bool = False
+    schedule: str = ""
+    chunks: int | None = Field(default=None, ge=1)
     plaintext: bool = False
 
     @property
@@ -130,6 +134,15 @@ class RunSpec(BaseModel):
                 f"--mesh asks for dp={mesh.dp} replicas and --workers for {asked}: they are the same thing; give one"
             )
         return {**values, "mesh": mesh.inner} | ({"workers": mesh.dp} if mesh.dp else {})
+
+    @model_validator(mode="after")
+    def _ranks_share(self) -> Self:
+        """An option for ranks that share a model cannot take effect where none do."""
+        mesh = self.replica
+        for name, dimension in (("zero", "fsdp"), ("offload", "fsdp"), ("schedule", "pp"), ("chunks", "pp")):
+            if getattr(self, name) and getattr(mesh, dimension) == 1:
+                raise ValueError(f"{name} belongs to {dimension}; add {dimension}=2 or more to --mesh, or leave it out")
+        return self
 
     @property
     def bound(self) -> int | None:
@@ -203,6 +216,7 @@ class JobSpec(BaseModel):
     staleness: str = ""  # how far workers may be apart, empty: not at all
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
     mesh: str = ""  # the shape of a replica, empty: one rank
+    sharing: str = ""  # how its ranks share the work, where that decides bits
     parameters: int = 0
 
 

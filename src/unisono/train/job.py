@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.naming import by_name, by_number, names_in_order
+from unisono.checkpoint.specs import TensorSpec, specs_of
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm
@@ -40,7 +41,7 @@ from unisono.train.context import Context
 from unisono.train.going_back import go_back
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
-from unisono.train.options import Clip
+from unisono.train.options import Clip, Parallel
 from unisono.train.resuming import (
     Home,
     TakenUp,
@@ -80,6 +81,7 @@ class Request:
     has_end: bool = True  # False: the user's own loop decides
     travellers: Mapping[str, Any] = field(default_factory=dict)  # objects with state_dict that go with the model
     local: LocalSteps | None = None  # replicas that update on their own between two meetings
+    parallel: Parallel = field(default_factory=Parallel)
 
 
 @dataclass
@@ -278,11 +280,11 @@ class Job:
         self.session.activity.step = 0  # until the workers have met, nobody stands anywhere
         return taken
 
-    def _shapes(self) -> Mapping[str, torch.Tensor]:
+    def _shapes(self) -> Mapping[str, TensorSpec]:
         if self.spread is not None:
             return self.spread.whole.shapes
         state = self.request.model.state_dict()
-        return {f"model.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        return specs_of({f"model.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def weights_of_all(self) -> Mapping[str, Any]:
         """The whole model's, on the first rank of a replica. All its ranks call it together."""

@@ -7,6 +7,7 @@ Pure data and pure decisions; the loop acts on them. `Callback` is the whole set
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,6 +60,24 @@ class EarlyStop:
             else:
                 since += 1
         return since >= self.patience
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the ranks of a replica share a model, where ``--mesh`` gives it several.
+
+    `zero` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule` and `chunks` for
+    pp. What the command says comes before what is said here.
+    """
+
+    zero: Literal[1, 2, 3] = 3
+    offload: bool = False
+    plan: Mapping[str, str] = field(default_factory=dict)  # name pattern to columns, rows, sequence or whole
+    sequence: bool = False
+    loss: bool = False
+    boundaries: tuple[str, ...] = ()  # the first layer of every stage but the first
+    schedule: str = "1f1b"
+    chunks: int | None = None
 
 
 @dataclass(frozen=True)

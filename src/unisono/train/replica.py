@@ -8,8 +8,11 @@ rank's part were the model. Inside of a replica torch.distributed's default worl
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _c10d
@@ -22,12 +25,13 @@ from unisono.core.errors import ReplicasDisagree, SetupError
 from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import RunSpec
 from unisono.parallel.grouped import Group
-from unisono.parallel.sharded import shard
+from unisono.parallel.sharded import give_back, shard
 from unisono.parallel.shards import Shards, point_optimizer_at
 from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
 from unisono.train.notes import of_replica
+from unisono.train.options import Parallel
 from unisono.train.spread import Spread, Whole
 
 _COLLECTIVE_LIMIT = timedelta(hours=12)  # who hangs is found by the coordinator long before
@@ -57,14 +61,32 @@ def open_replica(context: Context, request: Request, device: torch.device) -> Re
     _check_alike(request, world)
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
+    asked = _asked(context.spec, request.parallel)
+    before_update: Callable[[], None] = _nothing
     if mesh.fsdp > 1:
-        shard(request.model, meshes["fsdp"])
+        shard(request.model, meshes["fsdp"], asked.zero, asked.offload)
+        before_update = partial(give_back, request.model) if asked.zero == 1 else _nothing
     else:
         request.model.to(device)
     shards = Shards(request.model)
     point_optimizer_at(request.optimizer, whole.names, shards)
-    group = Group(mesh, world, shards, of_replica)
+    group = Group(mesh, world, shards, of_replica, before_update)
     return Replica(world, group, Spread(whole, shards, request.optimizer, mesh, world))
+
+
+def _asked(spec: RunSpec, script: Parallel) -> Parallel:
+    """What the command says comes before what the script says."""
+    said: dict[str, Any] = {
+        "zero": spec.zero,
+        "offload": spec.offload or None,
+        "schedule": spec.schedule or None,
+        "chunks": spec.chunks,
+    }
+    return replace(script, **{name: value for name, value in said.items() if value is not None})
+
+
+def _nothing() -> None:
+    return None
 
 
 def _refuse(spec: RunSpec, request: Request) -> None:

@@ -23,7 +23,7 @@ from unisono.checkpoint.matching import require_match
 from unisono.checkpoint.reading import read_tensors, verify
 from unisono.checkpoint.retention import Best
 from unisono.checkpoint.seal import Seal, find_seal
-from unisono.checkpoint.specs import CARRIED, Held, carried_name, declared, specs_of
+from unisono.checkpoint.specs import CARRIED, Held, TensorSpec, carried_name, declared
 from unisono.checkpoint.store import Store, open_store
 from unisono.comm import state_tree
 from unisono.core import events
@@ -35,7 +35,7 @@ from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.carried import NOTHING, Carried, Make, State
 from unisono.train.saving import Keeping
 
-_MAY_DIFFER = ("epochs", "max_steps")
+_MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing")
 _TOLD_ELSEWHERE = ("threads",)  # they are part of the fingerprint
 
 
@@ -124,16 +124,15 @@ class TakenUp:
 
 def load(
     home: Home,
-    state: Mapping[str, torch.Tensor],
+    here: Mapping[str, TensorSpec],
     spec: JobSpec,
     fingerprint: Fingerprint,
     carried: Carried = NOTHING,
 ) -> TakenUp:
-    """The newest checkpoint of which every byte is right. `state` is the whole model's, for names and shapes. Raises
+    """The newest checkpoint of which every byte is right. `here` is what the model has. Raises
     CheckpointMismatch, which names what does not fit."""
     assert home.found is not None
     assert home.store is not None
-    here = specs_of(state)
     for manifest in _candidates(home):
         saved = {name: tensor for name, tensor in manifest.tensors.items() if name.startswith("model.")}
         require_match(here, dataclasses.replace(manifest, tensors=saved))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.checkpoint.naming import by_name, by_number, names_in_order
+from unisono.checkpoint.specs import declared
 from unisono.comm.inner import Inner
 from unisono.core.mesh import Mesh
 from unisono.parallel.shards import Shards
@@ -32,17 +33,15 @@ class Whole:
         self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         self.entries = [name for name, value in model.state_dict().items() if isinstance(value, Tensor)]
         self.shapes = {  # as a checkpoint names them
-            f"model.{name}": value for name, value in _on_meta(model.state_dict()).items() if isinstance(value, Tensor)
+            f"model.{name}": declared(name, value.dtype, tuple(value.shape))
+            for name, value in model.state_dict().items()
+            if isinstance(value, Tensor)
         }
 
     @property
     def as_before(self) -> dict[str, Any]:
         """Of the facts in a checkpoint, those that a cut model cannot tell."""
         return {"trainable": [self.trainable[name] for name in self.parameters], "modes": self.modes}
-
-
-def _on_meta(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 class Spread:

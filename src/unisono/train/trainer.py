@@ -27,7 +27,7 @@ from unisono.train.finish import finish
 from unisono.train.job import Job, Request
 from unisono.train.loop import Plan, to_device, train
 from unisono.train.opening import open_job
-from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
+from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Parallel, Result, StepInfo
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -55,6 +55,7 @@ class Trainer:
         state: name to an object with `state_dict` and `load_state_dict`: saved with checkpoints, given to joiners.
         exact: False gives up the promise for the backend's own all-reduce.
         local: `LocalSteps(h=...)`: replicas that update on their own and meet once a round; a step is then a round.
+        parallel: `Parallel(...)`: how the ranks of a replica share the model, where ``--mesh`` gives it several.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Trainer:
         exact: bool = True,
         state: Mapping[str, Any] | None = None,
         local: LocalSteps | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.loss, self.objective = loss, objective
@@ -97,7 +99,7 @@ class Trainer:
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
             schedule, count,
             travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)) | _own(state or {}),
-            local=local,
+            local=local, parallel=parallel or Parallel(),
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
