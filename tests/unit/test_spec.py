@@ -187,6 +187,11 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "staleness": "",
         "copies": None,
         "delayed": "",
+        "mesh": "",
+        "zero": None,
+        "offload": False,
+        "schedule": "",
+        "chunks": None,
         "plaintext": False,
     }
 

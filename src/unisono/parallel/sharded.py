@@ -8,6 +8,7 @@ ZeRO: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,19 +38,31 @@ def units(model: nn.Module) -> list[str]:
     return found
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, stage: int = 3, offload: bool = False) -> None:
-    """In place. Stage 3 gives a unit's parameters back after its forward pass, 2 after its backward pass, 1 at the
-    step's end: the less, the more is gathered again. Gradients and optimizer state are parts at every stage, because
-    they are added microbatch by microbatch."""
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    stage: int = 3,
+    offload: bool = False,
+    make: Callable[[nn.Module], None] = lambda _: None,
+) -> None:
+    """In place. `make` gives a unit its values just before it is cut.
+
+    Stage 3 gives a unit's parameters back after its forward pass, 2 after its backward pass, 1 at the step's end: the
+    less, the more is gathered again. Gradients and optimizer state are parts at every stage, because they are added
+    microbatch by microbatch.
+    """
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": stage == 3}
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
     for name in units(model):
+        make(model.get_submodule(name))
         fully_shard(model.get_submodule(name), **options)
+    make(model)
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # weights are in the loss
+            module.set_force_sum_reduction_for_comms(True)
             if stage == 1:
                 module.set_reshard_after_backward(False)
 

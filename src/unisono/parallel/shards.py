@@ -20,12 +20,14 @@ from unisono.core.errors import SetupError
 class Shards:
     def __init__(self, model: nn.Module) -> None:
         """`model` has been cut; its parameters stay the objects that they are now."""
-        self.real = dict(model.named_parameters())
+        self.real = dict(model.named_parameters())  # each once
         self.local = {name: nn.Parameter(_local(p).detach(), p.requires_grad) for name, p in self.real.items()}
+        first = {id(parameter): name for name, parameter in self.real.items()}
         self.shadow = nn.Module()
-        for name, parameter in self.local.items():
+        self._named = dict(model.named_parameters(remove_duplicate=False))  # under all their names
+        for name, parameter in self._named.items():
             owner, key = _owner(self.shadow, name)
-            owner.register_parameter(key, parameter)
+            owner.register_parameter(key, self.local[first[id(parameter)]])
         kept = set(model.state_dict())
         for name, buffer in model.named_buffers():
             owner, key = _owner(self.shadow, name)
@@ -51,7 +53,7 @@ class Shards:
     def whole(self, name: str, local: Tensor) -> Tensor:
         """The whole tensor of which `local` is this rank's part, cut as the parameter is. All ranks that share the
         parameter call it together."""
-        parameter = self.real[name]
+        parameter = self._named.get(name)
         if not isinstance(parameter, DTensor) or local.shape != parameter.to_local().shape:
             return local
         spread = DTensor.from_local(
@@ -63,7 +65,7 @@ class Shards:
     @torch.no_grad()
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, cut as the parameter is."""
-        parameter = self.real[name]
+        parameter = self._named.get(name)
         if not isinstance(parameter, DTensor):
             return whole
         if whole.shape != parameter.shape:  # a number that belongs to the parameter as a whole

@@ -13,6 +13,7 @@ import torch
 
 from unisono.core import events
 from unisono.core.errors import PeerLost, SlicesLost
+from unisono.train.capturing import take_up
 from unisono.train.resuming import open_home
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def go_back(job: Job, lost: SlicesLost) -> None:
     if mine < newest:
         job.session.distrust()
     else:
-        job.take_up(home)
+        take_up(job, home)
     text = f"step {before}: {lost.what}; back to the checkpoint of step {newest}"
     job.untold.append(events.Notice(code="slices-lost", text=text))
     raise PeerLost("the training goes back to a checkpoint", cause=lost.what)

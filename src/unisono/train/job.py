@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.checkpoint.naming import by_name, by_number, names_in_order
-from unisono.checkpoint.specs import TensorSpec, specs_of
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm
@@ -42,17 +40,6 @@ from unisono.train.going_back import go_back
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
 from unisono.train.numerics import Update
 from unisono.train.options import Clip, Parallel
-from unisono.train.resuming import (
-    Home,
-    TakenUp,
-    believed,
-    captured,
-    captured_carried,
-    carried_in,
-    check_own,
-    load,
-)
-from unisono.train.saving import Captured
 from unisono.train.spread import Spread
 from unisono.train.state import TrainState
 
@@ -224,67 +211,11 @@ class Job:
 
     # --- checkpoints
 
-    def capture(self) -> Captured:
-        """What a checkpoint holds: the state by name, and the facts that say what it is the state of."""
-        state = self.state_out()
-        del state["strategy"]
-        inner = self.strategy.gathered_state()
-        del state["carried"]  # generations belong to this life of the run
-        if self.state.stopped_by_run:  # which the state is not part of
-            state["train"] |= {"stopped_early": "", "stopped_by_run": False}
-        if self.spread is None:
-            optimizer = by_name(inner["optimizer"], names_in_order(self.request.model, self.request.optimizer))
-        else:
-            inner, optimizer = {"model": self.spread.weights()}, self.spread.optimizer_by_name()
-            state |= self.spread.whole.as_before
-        tensors, facts, steady = captured({**inner, "optimizer": optimizer, **state}, self.request.model)
-        last = self.state.history[-1] if self.state.history else {}
-        about = {
-            "run": self.context.spec.model_dump(mode="json"),
-            "job": self.spec.model_dump(mode="json"),
-            "fingerprint": self.fingerprint.model_dump(mode="json"),
-            "cursor": {"epoch": self.state.epoch, "step_in_epoch": self.state.step_in_epoch},
-            "samples": self.state.samples,
-            "metrics": {key: value for key, value in last.items() if key not in ("step", "epoch")},
-        }
-        own, held = captured_carried(self.carried)
-        return Captured({**tensors, **own}, events.plain({**facts, **about}), {*steady, *own}, held)
-
     def save_if_wanted(self, rows: Sequence[Riders], is_last: bool = False, lasts: bool = True) -> None:
         """At a step boundary. `lasts`: until the next update, nobody changes parameters and optimizer state."""
         assert self.session.membership is not None
         members = self.session.membership.members
         self.checkpoints.after_step(self.state.step, rows, members, self.comm, is_last, lasts)
-
-    def take_up(self, home: Home) -> TakenUp:
-        """Go on from a checkpoint. The workers have not met yet."""
-        taken = load(home, self._shapes(), self.spec, self.fingerprint, self.carried)
-        names = names_in_order(self.request.model, self.request.optimizer)
-        with believed(taken.manifest, home.store.url if home.store else ""):
-            state = dict(taken.state) if self.spread is None else self.spread.cut(taken.state)
-            strategy = {key: state.pop(key) for key in ("model", "optimizer", "outer") if key in state}
-            if self.spread is None:
-                strategy["optimizer"] = by_number(strategy["optimizer"], names)
-            check_own(self.request.travellers, state["travellers"])
-            self.state_in({**state, "strategy": strategy, "carried": [taken.manifest.step, 0]})
-            if self.state.step != taken.manifest.step:
-                raise ValueError(f"its state is that of step {self.state.step}")
-        read, words = carried_in(home, taken.manifest, self.carried, self.spec.microbatches)
-        self.carried.begin_from(taken.manifest.step, read)
-        if words:
-            self.untold.append(
-                events.Notice(code="carried-anew" if self.carried.shapes else "carried-ignored", text=words)
-            )
-        self.state.news = []  # they are in the record
-        self.told = self.checkpoints.saved_step = self.state.step
-        self.session.activity.step = 0  # until the workers have met, nobody stands anywhere
-        return taken
-
-    def _shapes(self) -> Mapping[str, TensorSpec]:
-        if self.spread is not None:
-            return self.spread.whole.shapes
-        state = self.request.model.state_dict()
-        return specs_of({f"model.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def weights_of_all(self) -> Mapping[str, Any]:
         """The whole model's, on the first rank of a replica. All its ranks call it together."""

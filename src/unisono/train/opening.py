@@ -43,6 +43,7 @@ from unisono.parallel.streaming import Streaming
 from unisono.train import numerics
 from unisono.train.adding import Adding
 from unisono.train.agreement import facts_of
+from unisono.train.capturing import capture, take_up
 from unisono.train.checkpoints import Checkpoints
 from unisono.train.context import Context
 from unisono.train.guard import Guard
@@ -50,7 +51,7 @@ from unisono.train.job import Job, Request
 from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
-from unisono.train.replica import Replica, open_replica
+from unisono.train.replica import Replica, give_values, open_replica
 from unisono.train.resuming import Home, TakenUp, open_home
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
@@ -70,6 +71,7 @@ def open_job(context: Context, request: Request) -> Job:
     replica = open_replica(context, request, device)
     trained = request.model
     if replica is None:
+        give_values(request, spec.seed)
         request.model.to(device)
         _move_optimizer_state(request.optimizer, device)
     else:
@@ -94,7 +96,7 @@ def open_job(context: Context, request: Request) -> Job:
         job = Job(context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, faults)
         job.spread = replica.spread if replica else None
         job.checkpoints = _checkpoints(job, home)
-        taken = job.take_up(home) if home.found else None
+        taken = take_up(job, home) if home.found else None
         facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
         session.begin(job, address, facts)
     except BaseException:
@@ -121,7 +123,9 @@ def _checkpoints(job: Job, home: Home) -> Checkpoints:
 
     writes = job.inner.rank == 0  # it has the whole state
     worker, store = (job.context.worker, home.store) if writes else (-1, None)
-    return Checkpoints(worker, store, home.seal, home.interval, home.keeping, job.capture, job.context.emit, identity)
+    return Checkpoints(
+        worker, store, home.seal, home.interval, home.keeping, partial(capture, job), job.context.emit, identity
+    )
 
 
 def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpec:

@@ -17,14 +17,17 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import World
+from unisono.core import seeds
 from unisono.core.errors import ReplicasDisagree, SetupError
 from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import RunSpec
 from unisono.parallel.grouped import Group
+from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
 from unisono.parallel.sharded import give_back, shard
 from unisono.parallel.shards import Shards, point_optimizer_at
 from unisono.parallel.slice_optimizer import keeps_state
@@ -58,20 +61,34 @@ def open_replica(context: Context, request: Request, device: torch.device) -> Re
     _refuse(context.spec, request)
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
     world = _open_world(context.worker, place, mesh, device)
+    make = _maker(request.model, torch.device("cpu"), context.seed)
     _check_alike(request, world)
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
     asked = _asked(context.spec, request.parallel)
     before_update: Callable[[], None] = _nothing
     if mesh.fsdp > 1:
-        shard(request.model, meshes["fsdp"], asked.zero, asked.offload)
+        shard(request.model, meshes["fsdp"], asked.zero, asked.offload, make)
         before_update = partial(give_back, request.model) if asked.zero == 1 else _nothing
     else:
+        make(request.model)
         request.model.to(device)
     shards = Shards(request.model)
     point_optimizer_at(request.optimizer, whole.names, shards)
     group = Group(mesh, world, shards, of_replica, before_update)
     return Replica(world, group, Spread(whole, shards, request.optimizer, mesh, world))
+
+
+def give_values(request: Request, seed: int) -> None:
+    """To a model that was built on the meta device, on a replica of one rank."""
+    if is_unmade(request.model):
+        names = {id(parameter): name for name, parameter in request.model.named_parameters()}
+        _maker(request.model, torch.device("cpu"), seed)(request.model)
+        point_optimizer_at_made(request.optimizer, names, request.model)
+
+
+def _maker(model: nn.Module, device: torch.device, seed: int) -> Callable[[nn.Module], None]:
+    return Maker(model, device, lambda name: seeds.apply(seeds.derive(seed, f"initial {name}"))).make
 
 
 def _asked(spec: RunSpec, script: Parallel) -> Parallel:
@@ -113,7 +130,8 @@ def _open_world(worker: int, place: Place, mesh: Mesh, device: torch.device) -> 
 
 def _check_alike(request: Request, world: World) -> None:
     """Each rank has built the whole model for itself; what it keeps is a part of what all must have in common."""
-    digest = int(hash_state(request.model.state_dict())[:12], 16)
+    known = {name: value for name, value in request.model.state_dict().items() if not getattr(value, "is_meta", False)}
+    digest = int(hash_state(known)[:12], 16)
     found = [int(row[0]) for row in world.rows([digest])]
     for rank, other in enumerate(found):
         if other != found[0]:

@@ -86,7 +86,7 @@ class Spread:
         speaks = not (place["fsdp"] or place["tp"])
         for name, value in local.items():
             if isinstance(value, Tensor):
-                whole = self._put_together(name.split("\n")[0], value)
+                whole = self.shards.whole(name.split("\n")[0], value)
                 if speaks:
                     found[name] = whole.detach().to("cpu", copy=True)
         for stage in range(1, self.mesh.pp):
@@ -96,9 +96,6 @@ class Spread:
             elif self.is_first:
                 found |= dict(_receive(sender))
         return found if self.is_first else {}
-
-    def _put_together(self, name: str, value: Tensor) -> Tensor:
-        return self.shards.whole(name, value) if name in self.shards.real else value
 
     # --- cut
 
@@ -124,9 +121,7 @@ class Spread:
         }
 
     def _part(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or name not in self.shards.real:
-            return value
-        return self.shards.part(name, value)
+        return self.shards.part(name, value) if isinstance(value, Tensor) else value
 
 
 def _send(tensors: Mapping[str, Tensor], to: int) -> None:
