@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a model's tensors each rank holds, as plain data; and whole tensors from parts and back.
+
+Where several matrices lie one after the other in one tensor (queries, keys and values), each of them is cut, so a rank
+holds several stretches of it, in this order. A DTensor knows nothing of that: its logical tensor has the ranks' parts
+one after the other. Everything here speaks of the tensor as the model was written; so does a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from unisono.parallel.norms import squared_norm
+from unisono.parallel.tensor_exchange import all_gather
+from unisono.parallel.tensor_plan import Cut
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a logical tensor that a rank holds; `at` is where it lies in the rank's own tensor."""
+
+    name: str
+    shape: tuple[int, ...]  # of the logical tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+def chunks(size: int, cut: Cut, ways: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of every stretch along the cut dimension, in the order in which ranks hold them."""
+    length = size // cut.blocks // ways
+    for rank in range(ways):
+        for block in range(cut.blocks):
+            yield (block * ways + rank) * length, length
+
+
+def my_part(full: Tensor, cut: Cut, rank: int, ways: int) -> Tensor:
+    """A rank's own tensor, from the logical one."""
+    mine = list(chunks(full.shape[cut.dim], cut, ways))[rank * cut.blocks : (rank + 1) * cut.blocks]
+    return torch.cat([full.narrow(cut.dim, start, length) for start, length in mine], cut.dim)
+
+
+def parts_of(name: str, parameter: Tensor, cut: Cut | None, ways: int) -> tuple[Part, ...]:
+    """What this rank holds of `parameter` (or of optimizer state of its shape), which may be cut by FSDP2 too."""
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return (Part(name, shape, (0,) * len(shape), shape, (0,) * len(shape)),)
+    sizes, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+    if cut is None or cut.blocks == 1:
+        return (Part(name, shape, tuple(offsets), tuple(sizes), (0,) * len(shape)),) if 0 not in sizes else ()
+    return tuple(_stretches(name, shape, tuple(offsets), tuple(sizes), cut, ways))
+
+
+def _stretches(
+    name: str, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], cut: Cut, ways: int
+) -> Iterator[Part]:
+    """The logical stretches behind offsets and sizes that count in the ranks' order."""
+    begin, end, position = offsets[cut.dim], offsets[cut.dim] + sizes[cut.dim], 0
+    for start, length in chunks(shape[cut.dim], cut, ways):
+        low, high = max(begin, position), min(end, position + length)
+        if low < high:
+            yield Part(
+                name,
+                shape,
+                _with(offsets, cut.dim, start + low - position),
+                _with(sizes, cut.dim, high - low),
+                _with((0,) * len(shape), cut.dim, low - begin),
+            )
+        position += length
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
+
+
+@torch.no_grad()
+def gather_full(parameter: Tensor, cut: Cut | None = None, ways: int = 1) -> Tensor:
+    """The logical tensor, on every rank. All ranks of the parameter's mesh must call it."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().clone()
+    full: Tensor = parameter.full_tensor().detach()
+    if cut is None or cut.blocks == 1:
+        return full
+    ordered, position = torch.empty_like(full), 0
+    for start, length in chunks(full.shape[cut.dim], cut, ways):
+        ordered.narrow(cut.dim, start, length).copy_(full.narrow(cut.dim, position, length))
+        position += length
+    return ordered
+
+
+@torch.no_grad()
+def scatter_full(full: Tensor, parameter: Tensor, cut: Cut | None = None, ways: int = 1) -> None:
+    """Put this rank's part of a logical tensor into `parameter`, or into state of its shape. Nothing is sent."""
+    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    for part in parts_of("", parameter, cut, ways):
+        window(target, part.at, part.sizes).copy_(window(full, part.offsets, part.sizes))
+
+
+def window(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of a part."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's part of the gradient, cut as the parameter is; a sum that is not done yet is done."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    if gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return gradient.to_local()
+
+
+@torch.no_grad()
+def global_squared_norm(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The squared norm over the whole model, in float64, with the same bits on every rank.
+
+    `pairs` are parameters and local gradients (or other local tensors) that are cut like them, in the same order on
+    every rank. Cut tensors are summed over the ranks, replicated ones counted once. One exchange for each dimension of
+    the mesh; additions in a fixed order: over the ranks of each dimension, then over the parameters.
+    """
+    squares: list[Tensor] = []
+    meshes: dict[DeviceMesh, list[int]] = {}
+    for position, (parameter, tensor) in enumerate(pairs):
+        square = squared_norm(tensor)
+        if isinstance(parameter, DTensor):
+            here = parameter.device_mesh.get_coordinate() or ()
+            copies = zip(here, parameter.placements, strict=True)
+            if any(placement.is_replicate() and coordinate for coordinate, placement in copies):
+                square = torch.zeros_like(square)  # somebody else counts it
+            meshes.setdefault(parameter.device_mesh, []).append(position)
+        squares.append(square)
+    if not squares:
+        return torch.zeros((), dtype=torch.float64)
+    values = torch.stack(squares)
+    for mesh, positions in meshes.items():
+        values[positions] = _sum_over(mesh, values[positions])
+    return values.sum()
+
+
+def _sum_over(mesh: DeviceMesh, values: Tensor) -> Tensor:
+    """Gathered and added in the order of the ranks, so that no algorithm of the network decides the bits."""
+    for group in mesh.get_all_groups():
+        terms = values.new_empty(dist.get_world_size(group), len(values))
+        all_gather(terms, values.contiguous(), group=group)
+        values = terms[0]
+        for term in terms[1:]:
+            values = values + term
+    return values
