@@ -74,7 +74,9 @@ def cut_and_train(name: str, ways: int, sequence: bool, loss: bool) -> dict[str,
 def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor.detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(
+            found[name], tensor.detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: n + m
+        )
 
 
 def check(name: str, ways: int, sequence: bool, loss: bool) -> None:
@@ -94,3 +96,18 @@ def check(name: str, ways: int, sequence: bool, loss: bool) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama-dropout", "gpt2", "by-heads", "encoder", "translator"])
 def test_a_cut_model_trains_like_one_process(name: str) -> None:
     check(name, 2, sequence=False, loss=False)
+
+
+@pytest.mark.parametrize("name", ["llama-dropout", "gpt2", "encoder", "translator"])
+def test_sequences_may_lie_cut_between_blocks(name: str) -> None:
+    check(name, 2, sequence=True, loss=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "encoder"])
+def test_the_loss_may_be_computed_from_parts_of_the_vocabulary(name: str) -> None:
+    check(name, 2, sequence=False, loss=True)
+
+
+@pytest.mark.parametrize("name", ["llama-dropout", "gpt2", "encoder"])
+def test_four_ranks_with_everything_on_train_like_one_process(name: str) -> None:
+    check(name, 4, sequence=True, loss=True)

@@ -2,8 +2,8 @@
 """Does what a plan of tensor parallelism says: cuts a model in place over one dimension of a device mesh.
 
 Afterwards every parameter is a DTensor on that mesh (cut, or replicated), gradients come out as the parameters are
-cut, and the model takes and gives plain whole tensors as before. Every rank must call it with equal values in its model;
-nothing is sent. FSDP2's `fully_shard` may follow. Knows nothing of runs, workers and steps.
+cut, and the model takes and gives plain whole tensors as before. Every rank must call it with equal values in its
+model; nothing is sent. FSDP2's `fully_shard` may follow. Knows nothing of runs, workers and steps.
 """
 
 from __future__ import annotations

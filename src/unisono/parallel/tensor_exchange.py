@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a tensor-parallel group exchange, each with its backward pass (Shoeybi et al., "Megatron-LM", 2019).
+"""What the ranks of a tensor-parallel group exchange, with its backward pass (Shoeybi et al., "Megatron-LM", 2019).
 
 A *whole* activation is the same on every rank, and so is its gradient. A *cut* one is a rank's part of it. A value
 that every rank has whole but uses only for its own part has a gradient that must be summed. Nothing here knows modules.
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
 
 # Since torch 2.13 they are called like this, and complain under their old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,7 +56,8 @@ class Team:
 
 def memory_order(tensor: Tensor) -> list[int]:
     """Dimensions from the slowest to the fastest. Dropout draws in this order, so whatever is exchanged keeps it."""
-    return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _inverse(order: list[int]) -> list[int]:
@@ -88,12 +88,12 @@ class _SumForward(torch.autograd.Function):
     """One term on each rank; their sum on all."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, team: Team) -> Tensor:
+    def forward(_: Any, tensor: Tensor, team: Team) -> Tensor:
         return team.sum(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 

@@ -11,8 +11,9 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -53,7 +54,7 @@ def heads_of(module: nn.Module, query_features: int, key_features: int) -> Heads
     if odd:
         text = ", ".join(f"{name} = {value}" for name, value in odd.items())
         return Unknown(f"{text} is neither its {queries} query heads nor its {keys} key heads")
-    used, divided = _reading(type(module))
+    used, divided = _reading(type(module).forward)
     blocked = sorted(divided & counts.keys())
     if blocked:
         return Unknown(f"its forward divides a width that it reads from its input by self.{blocked[0]}")
@@ -70,9 +71,8 @@ def _size_from(counts: dict[str, int], query_features: int, key_features: int) -
 
 
 @functools.cache
-def _reading(kind: Hashable) -> tuple[frozenset[str], frozenset[str]]:
+def _reading(forward: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
     """(attributes of self that `forward` reads, those by which it divides something that is not an attribute)."""
-    forward = kind.forward  # type: ignore[attr-defined]
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):

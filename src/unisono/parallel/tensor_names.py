@@ -60,7 +60,7 @@ _ELEMENTWISE = (
 
 def is_conv1d(module: nn.Module) -> bool:
     """Hugging Face's linear layer of GPT-2, whose weight lies the other way round: (in, out)."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and module.weight.dim() == 2
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
 
 
 def is_linear(module: object) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from unisono.core.errors import SetupError, suggest
 from unisono.parallel.tensor_blocks import Unit
 from unisono.parallel.tensor_heads import Unknown, heads_of
-from unisono.parallel.tensor_names import HEAD_COUNTS, HEAD_SIZES, is_linear, parents, sizes
+from unisono.parallel.tensor_names import HEAD_COUNTS, HEAD_SIZES, is_elementwise, is_linear, is_norm, parents, sizes
 
 WAYS_TO_CUT = ("columns", "rows", "sequence", "whole")
 
@@ -71,12 +71,22 @@ def pair(model: nn.Module, decided: Mapping[str, str]) -> list[Unit]:
         for place in parents(rows):
             inside = [name for name in free if not place or name.startswith(f"{place}.")]
             fits = [name for name in inside if sizes(model.get_submodule(name))[1] == features]
-            if fits:
+            if fits and _nothing_between(model.get_submodule(place), place, fits[0], rows, features):
                 shared = [name for name in inside if name in fits or _is_key(model, name, fits[0])]
                 units.append(_own_unit(model, place, tuple(shared), rows, features))
                 free = [name for name in free if name not in shared]
                 break
     return units
+
+
+def _nothing_between(place: nn.Module, name: str, columns: str, rows: str, features: int) -> bool:
+    """Whether nothing is known to stand between that needs all features at once; then each stands alone instead."""
+    children = dict(place.named_children())
+    if isinstance(place, nn.Sequential):
+        first, last = (list(children).index(n.removeprefix(f"{name}.").split(".")[0]) for n in (columns, rows))
+        return all(is_elementwise(module) for module in list(children.values())[first + 1 : last])
+    norms = (module for module in children.values() if is_norm(module))
+    return not any(parameter.numel() == features for norm in norms for parameter in norm.parameters())
 
 
 def _is_key(model: nn.Module, name: str, query: str) -> bool:

@@ -87,6 +87,8 @@ def gather_full(parameter: Tensor, cut: Cut | None = None, ways: int = 1) -> Ten
     if not isinstance(parameter, DTensor):
         return parameter.detach().clone()
     full: Tensor = parameter.full_tensor().detach()
+    if all(placement.is_replicate() for placement in parameter.placements):
+        return full.clone()  # it is this rank's own tensor until here
     if cut is None or cut.blocks == 1:
         return full
     ordered, position = torch.empty_like(full), 0
@@ -151,9 +153,9 @@ def global_squared_norm(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def _sum_over(mesh: DeviceMesh, values: Tensor) -> Tensor:
     """Gathered and added in the order of the ranks, so that no algorithm of the network decides the bits."""
     for group in mesh.get_all_groups():
-        terms = values.new_empty(dist.get_world_size(group), len(values))
-        all_gather(terms, values.contiguous(), group=group)
-        values = terms[0]
-        for term in terms[1:]:
+        gathered = values.new_empty(dist.get_world_size(group) * len(values))
+        all_gather(gathered, values.contiguous(), group=group)
+        values, *others = gathered.view(-1, len(values)).unbind()
+        for term in others:
             values = values + term
     return values

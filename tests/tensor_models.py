@@ -110,7 +110,7 @@ class Conv1D(nn.Module):
         self.bias = nn.Parameter(torch.randn(nf) * 0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(x.size()[:-1] + (self.nf,))
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
 
 
 class GPT2Attention(nn.Module):
@@ -183,7 +183,9 @@ class ByHeads(nn.Module):
         size = self.d_model // self.n_heads
         n, t = x.shape[:2]
         q, k, v = (layer(x).view(n, t, self.n_heads, size).transpose(1, 2) for layer in (self.wq, self.wk, self.wv))
-        weights = functional.dropout((q @ k.transpose(-2, -1) / math.sqrt(size)).softmax(-1), self.dropout, self.training)
+        weights = functional.dropout(
+            (q @ k.transpose(-2, -1) / math.sqrt(size)).softmax(-1), self.dropout, self.training
+        )
         x = self.norm(x + self.wo((weights @ v).transpose(1, 2).reshape(n, t, self.d_model)))
         return x + self.feed(x)
 
