@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.buffers import Buffers
 from unisono.parallel.carried import Make
 from unisono.parallel.norms import squared_norm
+from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.shards import Shards
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
@@ -40,6 +42,8 @@ class Group:
     shards: Shards
     one_voice: Callable[[list[list[float]]], list[float]] = lambda rows: rows[0]  # the notes of all ranks in one
     before_update: Callable[[], None] = lambda: None
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext  # of a microbatch's loss and its backward pass
+    pipeline: Pipeline | None = None
 
     @property
     def place(self) -> dict[str, int]:
@@ -79,6 +83,11 @@ class Grouped(AllReduce):
         self._share = (last - first) / total if count is None else float(count(part)) / float(count(batch))
         return part
 
+    def through_stages(self, inputs: Any, targets: Any) -> Tensor:
+        """The loss of the microbatch in hand, computed by all stages, backward pass included."""
+        assert self.group.pipeline is not None
+        return self.group.pipeline.run(inputs, targets, self._current.weight)
+
     def begin_step(self, weights: Sequence[float]) -> None:
         self.group.shards.follow()
         super().begin_step(weights)
@@ -103,7 +112,8 @@ class Grouped(AllReduce):
         (compute,) = turns
         self.begin_microbatch(microbatch)
         if microbatch.weight:
-            self.backward(compute())
+            with self.group.scope():
+                self.backward(compute())
             self._refuse_changed_buffers()
         else:
             self.end_empty_microbatch()
@@ -146,7 +156,7 @@ class Grouped(AllReduce):
         """Of the step's gradient over the whole model: parts added in the order of ranks, copies counted once."""
         shards, sharded, common = self.group.shards, 0.0, 0.0
         for name, parameter in shards.local.items():
-            if parameter.grad is not None:
+            if parameter.grad is not None and name not in shards.copies:
                 square = float(squared_norm(parameter.grad))
                 share = shards.share(name)
                 sharded, common = (sharded + square * share, common) if share else (sharded, common + square)

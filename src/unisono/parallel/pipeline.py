@@ -30,6 +30,7 @@ from unisono.parallel.pipeline_layers import (
     Tie,
     drop_others,
     graft,
+    is_sequence,
     layers_of,
     names_by_rank,
     positions_of,
@@ -48,6 +49,7 @@ from unisono.parallel.pipeline_timetable import (
     default_virtual,
     plan_for,
 )
+from unisono.parallel.pipeline_trace import traced_layers
 from unisono.parallel.pipeline_watch import Watch
 
 Loss = Callable[[Any, Any], Tensor]  # (outputs, targets) -> the mean over what `count` counts
@@ -60,7 +62,8 @@ class Pipeline:
     `loss`: gives a mean, over samples unless `count(targets)` says how many items (tokens, say) it is a mean of.
     `boundaries`: the layers with which a new stage begins; without them the cut is even in parameters. All replicas
     must be cut alike, so measure in one place (`pipeline_cost`, `by_cost`) and give the boundaries to all.
-    `samples`: of a full microbatch, so that chunks that cannot be are refused here.
+    `samples`: of a full microbatch, so that chunks that cannot be are refused here. `example`: inputs of a full
+    microbatch, for a model that does not say how it is a sequence and is traced.
     """
 
     def __init__(
@@ -77,12 +80,13 @@ class Pipeline:
         count: Count | None = None,
         context: Context = contextlib.nullcontext,
         device: torch.device | None = None,
+        example: Any = None,
     ) -> None:
         group = group.get_group() if isinstance(group, DeviceMesh) else group
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.plan = plan_of(schedule, ranks, chunks, virtual, boundaries, samples)
-        layers = layers_of(model)
-        self.split = split_of(model, boundaries, ranks, self.plan.virtual)
+        layers, self._chunk_size = _layers(model, boundaries, example, self.plan)
+        self.split = split_layers(layers, boundaries, ranks, self.plan.virtual)
         self.names: tuple[tuple[str, ...], ...] = names_by_rank(model, layers, self.split, ranks)
         self.ties: tuple[Tie, ...] = ties(model, layers, self.split, ranks)
         device = device or _device_of(model)
@@ -125,7 +129,7 @@ class Pipeline:
         caller (the same on all of them) decides dropout, whatever the cut and the schedule.
         """
         values, names = arguments(inputs)
-        plan = plan_for(self.plan, samples_in(values))
+        plan = plan_for(self.plan, samples_in(values), self._chunk_size)
         engine = self._engine(plan, values, names, learns=True)
         cut = chunked(targets, plan.chunks)
         parts = shares(cut, self._count)
@@ -151,7 +155,8 @@ class Pipeline:
     def evaluate(self, inputs: Any, targets: Any = None) -> Any:
         """Without gradients: the outputs, or with `targets` the mean loss, on every rank. The caller sets the mode."""
         values, names = arguments(inputs)
-        plan = plan_for(Plan("gpipe", self.plan.ranks, self.plan.virtual, self.plan.chunks), samples_in(values))
+        plan = Plan("gpipe", self.plan.ranks, self.plan.virtual, self.plan.chunks)
+        plan = plan_for(plan, samples_in(values), self._chunk_size)
         engine = self._engine(plan, values, names, learns=False)
         with self._random():
             outputs = engine.forward(values)
@@ -245,19 +250,32 @@ def plan_of(
     return Plan(schedule, ranks, virtual, chunks)
 
 
-def split_of(
-    model: nn.Module,
+def split_layers(
+    layers: Sequence[Layer],
     boundaries: Sequence[str] | None,
     ranks: int,
     virtual: int,
     costs: Sequence[float] | None = None,
 ) -> Split:
-    """The model's cut: by the user's boundaries, by the costs of its layers, or even in parameters."""
-    layers = layers_of(model)
+    """By the user's boundaries, by the costs of the layers, or even in parameters."""
     names = [layer.name for layer in layers]
     if boundaries is not None:
         return by_boundaries(names, boundaries, ranks, virtual)
     return by_cost(names, parameter_costs(layers) if costs is None else costs, ranks, virtual)
+
+
+def _layers(
+    model: nn.Module, boundaries: Sequence[str] | None, example: Any, plan: Plan
+) -> tuple[list[Layer], int | None]:
+    """The layers, and the number of samples in a chunk where only that number will do."""
+    if is_sequence(model) or boundaries is None or example is None:
+        return layers_of(model), None
+    values, names = arguments(example)
+    chunks = plan_for(plan, samples_in(values)).chunks
+    first = [value.tensor_split(chunks)[0] for value in values]
+    return traced_layers(model, boundaries, dict(zip(names, first, strict=True)) if names else tuple(first)), len(
+        first[0]
+    )
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -137,9 +137,21 @@ def default_chunks(schedule: str, ranks: int, samples: int | None) -> int:
     return fitting[0]
 
 
-def plan_for(wanted: Plan, samples: int) -> Plan:
-    """The plan of one microbatch. A short one (the last of an epoch) has fewer chunks, all of the same size."""
-    chunks = max(n for n in range(1, min(wanted.chunks, samples) + 1) if samples % n == 0)
+def plan_for(wanted: Plan, samples: int, chunk_size: int | None = None) -> Plan:
+    """The plan of one microbatch. A short one (the last of an epoch) has fewer chunks, all of the same size.
+
+    `chunk_size`: the only number of samples that a chunk may have, where the stages were traced with it.
+    """
+    if chunk_size is None:
+        chunks = max(n for n in range(1, min(wanted.chunks, samples) + 1) if samples % n == 0)
+    elif samples % chunk_size:
+        raise SetupError(
+            f"a microbatch of {samples} samples cannot be cut into chunks of {chunk_size}",
+            cause="the model was traced, so that its stages take chunks of one shape only",
+            do="drop the short batch at the end of an epoch, or give the model a method pipeline_layers()",
+        )
+    else:
+        chunks = samples // chunk_size
     schedule = wanted.schedule if takes(wanted.schedule, wanted.ranks, chunks) else FILL_AND_DRAIN
     return Plan(schedule, wanted.ranks, wanted.virtual, chunks)
 

@@ -8,18 +8,32 @@ Whole tensors are put together, and cut, one at a time. Called by the grouped st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from unisono.core.errors import SetupError
+from unisono.parallel.tensor_parts import gather_full, parts_of, window
+from unisono.parallel.tensor_plan import Cut
+
+NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
 
 
 class Shards:
-    def __init__(self, model: nn.Module) -> None:
-        """`model` has been cut; its parameters stay the objects that they are now."""
+    def __init__(
+        self,
+        model: nn.Module,
+        cuts: Mapping[str, Cut] = NO_CUTS,
+        ways: int = 1,
+        copies: frozenset[str] = frozenset(),
+    ) -> None:
+        """`model` has been cut; its parameters stay the objects that they are now. `cuts`: how tensor parallelism has
+        cut some of them, over so many ways. `copies` belong to another stage, which shares them with this one."""
+        self._cuts, self._ways, self.copies = cuts, ways, copies
         self.real = dict(model.named_parameters())  # each once
         self.local = {name: nn.Parameter(_local(p).detach(), p.requires_grad) for name, p in self.real.items()}
         first = {id(parameter): name for name, parameter in self.real.items()}
@@ -60,7 +74,7 @@ class Shards:
             local, parameter.device_mesh, parameter.placements, run_check=False,
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
-        return spread.full_tensor()
+        return gather_full(spread, self._cuts.get(name), self._ways)
 
     @torch.no_grad()
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -70,9 +84,10 @@ class Shards:
             return whole
         if whole.shape != parameter.shape:  # a number that belongs to the parameter as a whole
             return whole
-        mesh = parameter.device_mesh
-        cut = distribute_tensor(whole.to(parameter.device), mesh, parameter.placements, src_data_rank=None)
-        return cut.to_local()
+        part = torch.empty_like(parameter.to_local(), dtype=whole.dtype)
+        for piece in parts_of(name, parameter, self._cuts.get(name), self._ways):
+            window(part, piece.at, piece.sizes).copy_(window(whole, piece.offsets, piece.sizes))
+        return part
 
     def share(self, name: str) -> float:
         """1 over the number of ranks that hold the same part of it: so that, added over ranks, it counts once."""
@@ -83,6 +98,11 @@ class Shards:
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             copies *= 1 if placement.is_shard() else size
         return 1.0 / copies
+
+
+def whole(outputs: Any) -> Any:
+    """Outputs that were left cut over the vocabulary."""
+    return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -101,9 +121,9 @@ def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     return root, key
 
 
-def point_optimizer_at(optimizer: torch.optim.Optimizer, before: dict[int, str], shards: Shards) -> None:
-    """The user's optimizer was made for the whole parameters, `before` by identity; from now on it works on the parts.
-    Those that other ranks hold alone are theirs."""
+def point_optimizer_at(optimizer: torch.optim.Optimizer, before: Mapping[int, Sequence[str]], shards: Shards) -> None:
+    """The user's optimizer was made for the whole parameters, of which `before` has all names by identity; from now on
+    it works on the parts. Those that other ranks hold alone are theirs."""
     if optimizer.state:
         raise SetupError(
             "the optimizer has state already, which cannot be cut",
@@ -111,5 +131,5 @@ def point_optimizer_at(optimizer: torch.optim.Optimizer, before: dict[int, str],
             do="give a fresh optimizer; a run is continued from its checkpoint",
         )
     for group in optimizer.param_groups:
-        names = [before[id(parameter)] for parameter in group["params"]]
+        names = [name for parameter in group["params"] for name in before[id(parameter)]]
         group["params"] = [shards.local[name] for name in names if name in shards.local]

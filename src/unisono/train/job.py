@@ -33,6 +33,7 @@ from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
 from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.context import Context
@@ -69,6 +70,7 @@ class Request:
     travellers: Mapping[str, Any] = field(default_factory=dict)  # objects with state_dict that go with the model
     local: LocalSteps | None = None  # replicas that update on their own between two meetings
     parallel: Parallel = field(default_factory=Parallel)
+    loss: Callable[[Any, Any], torch.Tensor] | None = None  # where the trainer has one of (outputs, targets)
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Job:
     reading_told_s: float = 0.0
     untold: list[events.Event] = field(default_factory=list)  # until it is known who speaks for all
     told_lost: tuple[Stamp, tuple[int, ...]] | None = None
+    model: nn.Module | None = None  # what computes here, where that is not the whole model
     spread: Spread | None = None  # where ranks hold parts of the state
     checkpoints: Checkpoints = field(init=False)
 
@@ -110,6 +113,10 @@ class Job:
     def take(self, batch: Any) -> Any:
         """What this rank computes of a microbatch."""
         return self.strategy.take(batch, self.request.count) if isinstance(self.strategy, Grouped) else batch
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return self.strategy.group.pipeline if isinstance(self.strategy, Grouped) else None
 
     def stop_is_asked(self, steps: int = 1) -> bool:
         """From outside the script: by a command, or with ``--stop-after`` when that step is among those in hand."""

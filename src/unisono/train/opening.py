@@ -68,14 +68,15 @@ def open_job(context: Context, request: Request) -> Job:
     device = numerics.choose_device(context.spec.device, *_slot(context))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    replica = open_replica(context, request, device)
-    trained = request.model
+    replica = open_replica(context, request, spec, device)
+    trained = replica.model if replica else request.model
     if replica is None:
         give_values(request, spec.seed)
         request.model.to(device)
         _move_optimizer_state(request.optimizer, device)
     else:
         request = replace(request, model=replica.group.shards.shadow)
+        spec = spec.model_copy(update={"sharing": replica.text})
     loader = _open_loader(request, spec, context.spec.bound)
     comm, address = _open_comm(context, device)
     update = Update(request.model, request.clip, request.l1)
@@ -94,7 +95,8 @@ def open_job(context: Context, request: Request) -> Job:
         guard = Guard(request.model, 0 if isinstance(strategy, ParameterServer) else context.spec.verify_every)
         voice = cast("Comm", LedComm(comm, replica.world)) if replica else comm
         job = Job(context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, faults)
-        job.spread = replica.spread if replica else None
+        if replica is not None:
+            job.spread, job.model = replica.spread, replica.model
         job.checkpoints = _checkpoints(job, home)
         taken = take_up(job, home) if home.found else None
         facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))

@@ -11,13 +11,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from unisono.checkpoint.weights import hash_state
@@ -25,13 +24,13 @@ from unisono.comm.inner import World
 from unisono.core import seeds
 from unisono.core.errors import ReplicasDisagree, SetupError
 from unisono.core.mesh import INNER, Mesh
-from unisono.core.spec import RunSpec
+from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
-from unisono.parallel.sharded import give_back, shard
-from unisono.parallel.shards import Shards, point_optimizer_at
+from unisono.parallel.shards import point_optimizer_at
 from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.context import Context, Place
+from unisono.train.cutting import decide
 from unisono.train.job import Request
 from unisono.train.notes import of_replica
 from unisono.train.options import Parallel
@@ -45,9 +44,11 @@ class Replica:
     world: World
     group: Group
     spread: Spread
+    model: nn.Module  # what computes here
+    text: str  # how the ranks share the work, where that decides bits
 
 
-def open_replica(context: Context, request: Request, device: torch.device) -> Replica | None:
+def open_replica(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Replica | None:
     """None where a replica is one rank."""
     mesh, place = context.spec.replica, context.place
     if mesh.ranks == 1:
@@ -60,23 +61,27 @@ def open_replica(context: Context, request: Request, device: torch.device) -> Re
         )
     _refuse(context.spec, request)
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
+    asked = _asked(context.spec, request.parallel)
+    cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request))
     world = _open_world(context.worker, place, mesh, device)
-    make = _maker(request.model, torch.device("cpu"), context.seed)
     _check_alike(request, world)
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
-    asked = _asked(context.spec, request.parallel)
-    before_update: Callable[[], None] = _nothing
-    if mesh.fsdp > 1:
-        shard(request.model, meshes["fsdp"], asked.zero, asked.offload, make)
-        before_update = partial(give_back, request.model) if asked.zero == 1 else _nothing
-    else:
-        make(request.model)
-        request.model.to(device)
-    shards = Shards(request.model)
-    point_optimizer_at(request.optimizer, whole.names, shards)
-    group = Group(mesh, world, shards, of_replica, before_update)
-    return Replica(world, group, Spread(whole, shards, request.optimizer, mesh, world))
+    make = _maker(request.model, torch.device("cpu"), context.seed)
+    cut = cutting.carry_out(request.model, meshes, device, make, request.loss)
+    point_optimizer_at(request.optimizer, whole.names, cut.shards)
+    group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline)
+    spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
+    return Replica(world, group, spread, cut.model, cutting.text)
+
+
+def _example(request: Request) -> Tensor | None:
+    """The inputs of one sample, as a batch of one, where they are one tensor."""
+    if not request.data.is_map_style or not len(request.data.dataset):
+        return None
+    sample = request.data.dataset[0]
+    inputs = sample[0] if isinstance(sample, list | tuple) and len(sample) == 2 else None
+    return inputs[None] if isinstance(inputs, Tensor) else None
 
 
 def give_values(request: Request, seed: int) -> None:
@@ -102,10 +107,6 @@ def _asked(spec: RunSpec, script: Parallel) -> Parallel:
     return replace(script, **{name: value for name, value in said.items() if value is not None})
 
 
-def _nothing() -> None:
-    return None
-
-
 def _refuse(spec: RunSpec, request: Request) -> None:
     refusals = {
         "a loop of one's own": not request.has_end,
@@ -113,6 +114,8 @@ def _refuse(spec: RunSpec, request: Request) -> None:
         "local steps": request.local is not None,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
+        "objective, in a pipeline": spec.replica.pp > 1 and request.loss is None,
+        "count, in a pipeline": spec.replica.pp > 1 and request.count is not None,
     }
     for what, refused in refusals.items():
         if refused:

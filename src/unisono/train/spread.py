@@ -26,8 +26,11 @@ class Whole:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.names = names  # by identity
         self.parameters = list(names.values())
+        self.names: dict[int, list[str]] = {}  # all of each parameter's, by identity
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(id(parameter), []).append(name)
+        self.first_name = {name: known[0] for known in self.names.values() for name in known}
         self.trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.modes = [module.training for module in model.modules()]
         self.groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -104,13 +107,14 @@ class Spread:
         shards = self.shards
         model = {name: self._part(name, state["model"][name]) for name in shards.shadow.state_dict()}
         names = names_in_order(shards.shadow, self.optimizer)
-        saved = state["optimizer"]
+        saved, first = state["optimizer"], self.whole.first_name
         entries = {
-            name: {key: self._part(name, value) for key, value in saved["state"][name].items()}
+            name: {key: self._part(name, value) for key, value in saved["state"][first[name]].items()}
             for name in names
-            if name in saved["state"]
+            if first[name] in saved["state"]
         }
-        groups = [{**group, "params": [n for n in group["params"] if n in shards.local]} for group in saved["groups"]]
+        here = {first[name]: name for name in names}  # a tied one may have another name on this rank
+        groups = [{**group, "params": [here[n] for n in group["params"] if n in here]} for group in saved["groups"]]
         trainable = dict(zip(self.whole.parameters, state["trainable"], strict=True))
         return {
             **state,

@@ -20,7 +20,9 @@ from unisono.core import process
 from unisono.core.errors import ModelMismatch, SetupError, UnisonoError, suggest
 from unisono.data.loading import Data
 from unisono.parallel.asynchronous import Asynchronous
+from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import LocalSteps
+from unisono.parallel.shards import whole
 from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
@@ -99,7 +101,7 @@ class Trainer:
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
             schedule, count,
             travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)) | _own(state or {}),
-            local=local, parallel=parallel or Parallel(),
+            local=local, parallel=parallel or Parallel(), loss=loss,
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
@@ -161,7 +163,8 @@ class Trainer:
             try:
                 # A worker that joins holds the others' state: its callbacks begin as theirs did, without undoing it.
                 copied = copy.deepcopy(job.state_out()) if job.position else None
-                self.model.train()
+                computing = job.model or self.model
+                computing.train()
                 plan = self._plan(job)
                 for callback in self.callbacks:
                     callback.on_start(self)
@@ -223,6 +226,9 @@ class Trainer:
         else:
             assert self.loss is not None
             inputs, targets = split_batch(batch)
+            if self._job.pipeline is not None:
+                assert isinstance(self._job.strategy, Grouped)
+                return self._job.strategy.through_stages(inputs, targets)
             value = self.loss(self.model(inputs), targets)
         if not isinstance(value, Tensor):
             raise SetupError(f"the loss is a {type(value).__name__}, not a tensor")
@@ -241,12 +247,13 @@ class Trainer:
                 assert self.objective is not None
                 return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
             inputs, targets = split_batch(batch)
-            return measure(self.model(inputs), targets, weight)
+            outputs = job.pipeline.evaluate(inputs) if job.pipeline else self.model(inputs)
+            return measure(whole(outputs), targets, weight)
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)
         evaluation = Evaluation(data, ("loss", *self.metrics), measure_batch, chunk, job.spec.seed, job.tell_taken)
-        return lambda: evaluation.run(self.model, job.comm)
+        return lambda: evaluation.run(job.model or self.model, job.comm)
 
     def _step_schedule(self) -> None:
         if self.schedule is not None:

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model, cut over the ranks of a replica: tensors, then stages, then shards. Refusals come before anything is cut.
+
+`decide` is a function of the model, the mesh and what was asked for, the same on every rank; `Cutting.carry_out` does
+it, inside of torch's world for this replica. Called by `replica`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from unisono.core.errors import SetupError, UnisonoError
+from unisono.core.mesh import Mesh
+from unisono.parallel import tensor
+from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
+from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
+from unisono.parallel.pipeline_layers import Layer, is_sequence, layers_of
+from unisono.parallel.pipeline_timetable import Plan
+from unisono.parallel.sharded import give_back, shard
+from unisono.parallel.shards import NO_CUTS, Shards
+from unisono.parallel.tensor_plan import TensorPlan, plan_for
+from unisono.train.options import Parallel
+
+Make = Callable[[nn.Module], None]  # gives a part of a model that is on the meta device its values
+Scope = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What this rank holds: `model` computes, `shards` are its parameters."""
+
+    model: nn.Module
+    shards: Shards
+    pipeline: Pipeline | None = None
+    before_update: Callable[[], None] = lambda: None
+    scope: Scope = contextlib.nullcontext  # of a microbatch's loss and its backward pass
+
+
+@dataclass(frozen=True)
+class Stages:
+    plan: Plan
+    boundaries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cutting:
+    mesh: Mesh
+    asked: Parallel
+    tensors: TensorPlan | None
+    stages: Stages | None
+
+    @property
+    def text(self) -> str:
+        """What of it decides bits, besides the mesh."""
+        said = []
+        if self.tensors is not None:
+            options = [name for name in ("sequence", "loss") if getattr(self.asked, name)]
+            said += [f"tensors {len(self.tensors.cuts)}", *options]
+        if self.stages is not None:
+            plan = self.stages.plan
+            said += [f"{plan.schedule} in {plan.chunks} chunks, stages at {' '.join(self.stages.boundaries)}"]
+        return "; ".join(said)
+
+    def carry_out(
+        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, make: Make, loss: Loss | None
+    ) -> Cut:
+        cuts, ways = NO_CUTS, 1
+        scope: Scope = contextlib.nullcontext
+        if self.tensors is not None:
+            make(model)
+            model.to(device)
+            tensor.apply(model, self.tensors, meshes["tp"], self.asked.sequence, self.asked.loss)
+            cuts, ways = self.tensors.cuts, self.tensors.ways
+            scope = loss_parallel if self.asked.loss else contextlib.nullcontext
+        if self.stages is not None:
+            assert loss is not None
+            return self._pipelined(model, meshes, device, make, loss, cuts, ways)
+        before_update: Callable[[], None] = lambda: None
+        if self.mesh.fsdp > 1:
+            shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make)
+            before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
+        return Cut(model, Shards(model, cuts, ways), None, before_update, scope)
+
+    def _pipelined(
+        self,
+        model: nn.Module,
+        meshes: DeviceMesh,
+        device: torch.device,
+        make: Make,
+        loss: Loss,
+        cuts: Mapping[str, Any],
+        ways: int,
+    ) -> Cut:
+        assert self.stages is not None
+        plan = self.stages.plan
+        pipeline = Pipeline(
+            model,
+            loss,
+            meshes["pp"],
+            schedule=plan.schedule,
+            chunks=plan.chunks,
+            virtual=plan.virtual,
+            boundaries=self.stages.boundaries,
+            device=device,
+        )
+        make(pipeline.module)
+        pipeline.module.to(device)
+        pipeline.module.follow()
+        copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
+        return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline)
+
+
+def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Cutting:
+    """Raises SetupError for what cannot be. `samples` of a full microbatch; `example`: inputs of one sample."""
+    if mesh.pp > 1 and mesh.fsdp > 1:
+        raise SetupError(
+            f"fsdp and pp do not go together yet (--mesh {mesh.inner})",
+            do="use tp inside of stages, or fsdp without pp",
+        )
+    if mesh.fsdp > samples:
+        raise SetupError(
+            f"fsdp={mesh.fsdp} ranks share a microbatch of {samples} samples, so some would compute nothing",
+            do=f"raise the batch size, lower --microbatches, or use fsdp={max(1, samples)} or less",
+        )
+    tensors = plan_for(model, mesh.tp, dict(asked.plan)) if mesh.tp > 1 else None
+    if tensors is not None:
+        tensors.require(asked.sequence, asked.loss)
+    return Cutting(mesh, asked, tensors, _stages(model, mesh, asked, samples, example) if mesh.pp > 1 else None)
+
+
+def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Stages:
+    given = asked.boundaries or None
+    plan = plan_of(asked.schedule, mesh.pp, asked.chunks, None, given, samples)
+    if asked.loss:
+        raise SetupError("loss parallelism and pp do not go together yet", do="leave out Parallel(loss=True)")
+    layers = layers_of(model) if given is None or is_sequence(model) else None
+    if layers is None:
+        raise SetupError(
+            f"{type(model).__name__} does not say which layers it is a sequence of",
+            do="give it a method pipeline_layers() that returns a list of (name, module)",
+        )
+    split = split_layers(layers, given, mesh.pp, plan.virtual, _costs(layers, example))
+    return Stages(plan, split.boundaries)
+
+
+def _costs(layers: list[Layer], example: Tensor | None) -> list[float]:
+    """Counted operations, the same on every machine; parameters, where a sample cannot be run through the layers."""
+    if example is not None:
+        with contextlib.suppress(UnisonoError, RuntimeError, TypeError, ValueError, IndexError):
+            return layer_costs(layers, example, how="operations")
+    return parameter_costs(layers)
