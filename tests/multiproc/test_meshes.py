@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas of several ranks on real processes: the training of one process, the same bits for any number of them.
+
+The last batch of an epoch has 5 samples in 4 microbatches, so shares are uneven and some ranks have nothing to do.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from multiproc.running import Finished, run_python, run_unisono
+from unisono.core import events
+from unisono.core.run_dir import RunDir
+
+SCRIPT = Path(__file__).with_name("train_decoder.py")
+TOLERANCE = 1e-9  # of losses in float64, after 6 steps
+FOUR = ("--microbatches", "4")
+
+
+def train(folder: Path, mesh: str, *arguments: str, options: tuple[str, ...] = (), expect: int = 0) -> Finished:
+    asked = ("--mesh", mesh, *FOUR, *options)
+    return run_unisono(SCRIPT, folder, *asked, workers=None, script_args=arguments, timeout_s=120, expect=expect)
+
+
+def losses(finished: Finished) -> list[float]:
+    return [event.loss for event in finished.events_of(events.StepFinished)]
+
+
+def norms(finished: Finished) -> list[float]:
+    return [event.grad_norm or 0.0 for event in finished.events_of(events.StepFinished)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def of(*arguments: str) -> Finished:
+        return run_unisono(SCRIPT, tmp_path_factory.mktemp("alone"), *FOUR, workers=1, script_args=arguments)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("mesh", "arguments"),
+    [
+        ("fsdp=2", ()),
+        ("fsdp=3", ("tied",)),
+        ("fsdp=2", ("zero=1",)),
+        ("fsdp=2", ("zero=2", "meta")),
+        ("tp=2", ()),
+        ("tp=2", ("sequence=True", "loss=True")),
+        ("tp=4", ("tied",)),
+        ("pp=2", ()),
+        ("pp=2", ("tied", "schedule='gpipe'")),
+        ("pp=2", ("schedule='interleaved'",)),
+        ("pp=3", ("boundaries=('blocks.1', 'norm')", "chunks=2")),
+        ("dp=2,fsdp=2", ()),
+        ("dp=2,tp=2", ()),
+        ("dp=2,pp=2", ()),
+        ("fsdp=2,tp=2", ("tied",)),
+        ("dp=2,fsdp=2,tp=2", ()),
+        ("dp=2,pp=2,tp=2", ("tied",)),
+    ],
+    ids=str,
+)
+def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...], tmp_path: Path, alone) -> None:
+    whole = alone(*(word for word in arguments if word in ("tied", "meta")))
+    cut = train(tmp_path, mesh, *arguments)
+    assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
+    assert norms(cut) == pytest.approx(norms(whole), rel=TOLERANCE)
+    assert cut.result["metrics"] == pytest.approx(whole.result["metrics"], rel=TOLERANCE)
+    weights = [load_file(RunDir(finished.run_dir).weights) for finished in (cut, whole)]
+    assert list(weights[0]) == list(weights[1])
+    for name, value in weights[0].items():
+        assert value == pytest.approx(weights[1][name], rel=1e-6, abs=1e-8), name
+
+
+@pytest.mark.parametrize("inner", ["fsdp=2", "tp=2", "pp=2"])
+def test_the_number_of_replicas_does_not_show_in_the_bits(inner: str, tmp_path: Path) -> None:
+    """With dropout, which belongs to the microbatch, whoever computes it."""
+    found = {dp: train(tmp_path, f"dp={dp},{inner}", "dropout").weights_sha256 for dp in (1, 2, 3)}
+    assert len(set(found.values())) == 1, found
+
+
+def test_zero_stages_are_the_same_training(tmp_path: Path) -> None:
+    found = {stage: train(tmp_path, "fsdp=2", options=("--zero", str(stage))).weights_sha256 for stage in (1, 2, 3)}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.parametrize("codec", ["fp16", "int8"])
+def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace("torch.set_default_dtype(torch.float64)", "pass")
+    found = [
+        run_unisono(
+            script, tmp_path, "--mesh", f"dp={dp},fsdp=2", *FOUR, "--compress", codec, workers=None
+        ).weights_sha256
+        for dp in (1, 2)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "arguments", "words"),
+    [
+        ("tp=3", (), ("heads", "3")),
+        ("pp=8", (), ("8 stages", "7 layers")),
+        ("fsdp=8", (), ("8 ranks share a microbatch of 4 samples",)),
+        ("fsdp=2,pp=2", (), ("fsdp and pp",)),
+        ("pp=2", ("schedule='fastest'",), ("fastest",)),
+        ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    mesh: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    finished = train(tmp_path, mesh, *arguments, expect=3)
+    assert all(word in finished.output for word in words), finished.output
+    assert not losses(finished)
+
+
+def test_a_mesh_needs_the_command(tmp_path: Path) -> None:
+    finished = run_python(SCRIPT, tmp_path, env={"UNISONO_MESH": "fsdp=2"}, expect=None)
+    assert finished.exit_code
+    assert "unisono run" in finished.output
+    assert "--mesh fsdp=2" in finished.output
