@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import batch, build, loss_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch_worlds import in_world
 
+from tensor_models import batch, build, loss_of
 from unisono.parallel.tensor import apply
 from unisono.parallel.tensor_parts import gather_full, local_gradient
 from unisono.parallel.tensor_plan import TensorPlan, plan_for

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, Decoder, Llama, Plain, batch, build, loss_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch_worlds import in_world
 
+from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, Decoder, Llama, Plain, batch, build, loss_of
 from unisono.core.errors import SetupError
 from unisono.parallel.tensor import apply
 from unisono.parallel.tensor_parts import gather_full, scatter_full
@@ -135,7 +135,7 @@ CASES: dict[str, Callable[[Cutting], Values]] = {
     "recomputed, sequence cut": functools.partial(recomputed, sequence=True),
     "from nothing": from_nothing,
 }
-KINDS = "plain, masks, no bias, weights, weights of each head, other widths, sequence first".split(", ")
+KINDS = ["plain", "masks", "no bias", "weights", "weights of each head", "other widths", "sequence first"]
 CASES |= {f"multihead, {how}": functools.partial(multihead, how=how) for how in KINDS}
 
 

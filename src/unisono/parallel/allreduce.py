@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.autopilot import Pilot
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.reducers.seam import MakeReducer
+from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm
 from unisono.core import seeds
 from unisono.core.errors import PeerLost, SetupError
@@ -26,7 +28,9 @@ from unisono.core.membership import Membership
 from unisono.parallel.buffers import Buffers
 from unisono.parallel.carried import Carried, Make, refuse_new_layout
 from unisono.parallel.gradients import Assignment, Gradients, sparse_error
+from unisono.parallel.only_gradients import OnlyGradients
 from unisono.parallel.overlap import Overlap
+from unisono.parallel.read_back import read_back
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
 _BUFFER_TAG = 1 << 17  # above any bucket number
@@ -40,6 +44,8 @@ class AllReduce:
     """
 
     noise_every = 0  # steps between two looks at the squared norm of each microbatch's gradient; 0: never
+    _may_leave_gradients = True  # where autograd puts them, in steps of one microbatch
+    scale: Callable[[], float] = staticmethod(lambda: 1.0)  # of the loss, for gradients too small for half precision
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class AllReduce:
         self._buffers = Buffers(model)
         self._trained: list[int] = []
         self._weights: tuple[float, ...] = ()
-        self._losses: dict[int, Tensor] = {}
+        self._losses: dict[int, Callable[[], float]] = {}
         self._is_open = False  # the reducer knows of this step
         self._silent: set[int] = set()
         self._changed: list[bool] = []
@@ -112,8 +118,16 @@ class AllReduce:
         if self._gradients is not None:
             refuse_new_layout(self.carried)
             self._gradients.close()
-        self._gradients, self._shapes = Gradients(named, self.comm), {}
+        self._gradients = (OnlyGradients if self._is_only else Gradients)(named, self.comm)
+        self._shapes = {}
         return self._gradients
+
+    @property
+    def _is_only(self) -> bool:
+        """One microbatch and nobody to add it to: its gradient is the step's as it stands. It stays so, since there
+        are never more workers than microbatches."""
+        alone = self._may_leave_gradients and self.comm.size == 1 and self._membership.microbatches == 1
+        return alone and isinstance(self._reducer, Stateless | Pilot)
 
     def shapes(self, bucket: int) -> list[tuple[int, tuple[int, ...]]]:
         """Where in a bucket each of its parameters starts, and its shape."""
@@ -151,9 +165,9 @@ class AllReduce:
 
     def backward(self, loss: Tensor) -> None:
         """The second half of `forward_backward`, for loops that compute the loss themselves."""
-        self._losses[self._current.index] = loss.detach()
+        self._losses[self._current.index] = read_back(loss.detach())  # on its way before the backward pass begins
         if loss.requires_grad:  # not so when everything that this microbatch went through is frozen
-            (loss * self._current.weight).backward()  # type: ignore[no-untyped-call]
+            (loss * (self._current.weight * self.scale())).backward()  # type: ignore[no-untyped-call]
         self._end_microbatch()
 
     def _end_microbatch(self) -> None:
@@ -161,6 +175,9 @@ class AllReduce:
         silent = self._gradients.end_microbatch()
         if self._current.weight:
             self._silent.update(silent)
+        if isinstance(self._gradients, OnlyGradients):
+            self._buffers.end_only_microbatch()
+            return
         landing = self._buffer_landings[self._current.index - self._assignment.mine.start]
         self._buffers.end_microbatch(self._current.weight, landing)
 
@@ -211,7 +228,7 @@ class AllReduce:
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
         """One small exchange for everything else that the workers must agree on."""
         total, count = len(self._weights), len(gradients.names)
-        losses = [float(self._losses[i]) if i in self._losses else 0.0 for i in range(total)]
+        losses = [self._losses[i]() if i in self._losses else 0.0 for i in range(total)]
         silent = [i in self._silent for i in range(count)]
         squares = [gradients.squares.get(i, 0.0) for i in range(total)] if gradients.measures else []
         row = [*losses, *gradients.used, *silent, *self._buffers.changed(), blocked_s, *squares, *notes]

@@ -135,6 +135,14 @@ class Buffers:
             if touched or value is not buffer.home:
                 buffer.restore(buffer.start)
 
+    @torch.no_grad()
+    def end_only_microbatch(self) -> None:
+        """The step has no other: what it has left is the step's new value, whatever it is. Nothing is compared, so no
+        device is waited for."""
+        self._settled = [(buffer, buffer.current.clone()) for buffer in self._all if buffer.current is not None]
+        for buffer, _ in self._settled:
+            buffer.restore(buffer.start)
+
     def _land(self, buffer: _Buffer, difference: Tensor | None, landing: Landing) -> None:
         if difference is None:
             if not buffer.changed:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,10 @@ class Gradients:
         self.measures = False  # whether to take the squared norm of each microbatch's gradient
         self.squares: dict[int, float] = {}  # by microbatch
         self.cursor: Cursor | None = None  # of the microbatch that is being computed
-        self._hooks = [
+        self._hooks = self._listen()
+
+    def _listen(self) -> list[Any]:
+        return [
             parameter.register_post_accumulate_grad_hook(self._hook(position))  # type: ignore[no-untyped-call]
             for position, parameter in enumerate(self.parameters)
         ]

@@ -35,6 +35,8 @@ _MOVE_TAG = 1 << 25  # above questions and answers
 class ParameterServer(AllReduce):
     """`copies` of each slice, on as many owners."""
 
+    _may_leave_gradients = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -30,6 +30,8 @@ _MEETING_TAG = 1 << 18  # above buckets and buffers
 
 
 class SynchronisedAllReduce(AllReduce):
+    _may_leave_gradients = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -8,9 +8,8 @@ that asks all workers whether they agree.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from unisono.core.fingerprint import Fingerprint
 from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec
 from unisono.data.loading import Data, Loader
-from unisono.data.offers import Taken
 from unisono.data.step_data import StepData
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
@@ -43,9 +41,9 @@ from unisono.train.numerics import Update
 from unisono.train.options import Clip, Parallel
 from unisono.train.spread import Spread
 from unisono.train.state import TrainState
+from unisono.train.telling import Teller
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
-READING_TOLD_S = 1.0  # between two words about what reading the data costs
 CountOf = Callable[[Any], float]  # true number of samples or tokens of a batch
 
 
@@ -74,7 +72,7 @@ class Request:
 
 
 @dataclass
-class Job:
+class Job(Teller):
     context: Context
     request: Request
     spec: JobSpec
@@ -93,6 +91,7 @@ class Job:
     told: int = 0  # the last step that callbacks have heard of: steps that are computed again are not told twice
     reading_told_s: float = 0.0
     untold: list[events.Event] = field(default_factory=list)  # until it is known who speaks for all
+    owed: Callable[[], Sequence[events.Event]] | None = None  # news of the last step that the device has yet to tell
     told_lost: tuple[Stamp, tuple[int, ...]] | None = None
     model: nn.Module | None = None  # what computes here, where that is not the whole model
     spread: Spread | None = None  # where ranks hold parts of the state
@@ -105,10 +104,6 @@ class Job:
     @property
     def carried(self) -> Carried:
         return carried_of(self.strategy)
-
-    @property
-    def is_first(self) -> bool:
-        return self.comm.rank == 0 and self.inner.rank == 0
 
     def take(self, batch: Any) -> Any:
         """What this rank computes of a microbatch."""
@@ -128,28 +123,6 @@ class Job:
         """Until the training is to stop; None: its epochs decide."""
         limits = [limit for limit in (self.spec.max_steps, self.context.spec.stop_after) if limit is not None]
         return max(0, min(limits) - self.state.step) if limits else None
-
-    def emit(self, event: events.Event) -> None:
-        """For events that are the run's, not one worker's: the first worker speaks for all."""
-        if self.is_first:
-            self.context.emit(event)
-
-    def commit(self, *news: events.Event) -> None:
-        """Tell what was just committed, and keep it: if the one who tells it dies, another tells it again."""
-        self.state.news = [events.as_dict(event) for event in news]
-        for event in news:
-            self.emit(event)
-
-    def tell_reading(self, at_once: bool = False) -> None:
-        """What reading cost since the last word about it: each worker speaks for itself."""
-        now_s = time.monotonic()
-        if at_once or now_s - self.reading_told_s >= READING_TOLD_S:
-            self.reading_told_s = now_s
-            self.tell_taken(self.loader.taken())
-
-    def tell_taken(self, taken: Taken) -> None:
-        if taken:
-            self.context.emit(events.DataRead(**asdict(taken) | {"bad": list(taken.bad)}))
 
     # --- the session's view
 
@@ -230,6 +203,7 @@ class Job:
 
     def reform(self, lost: PeerLost | None) -> None:
         """On to the next generation; everyone in it then stands at the same place."""
+        self.pay()
         self.session.activity.step = self.state.step
         if lost is None:
             try:
@@ -247,11 +221,6 @@ class Job:
         return self.session.membership.members[rank]
 
     # --- agreement
-
-    def notice_once(self, code: str, text: str) -> None:
-        if code not in self.notices:
-            self.notices.add(code)
-            self.emit(events.Notice(code=code, text=text))
 
     def weights(self, data: StepData, batches: Sequence[Any]) -> tuple[float, ...]:
         """Each microbatch's share of the step, by true counts."""
@@ -349,6 +318,7 @@ class Job:
         return own
 
     def close(self) -> None:
+        self.pay()
         self.loader.close()
         self.strategy.close()
         self.comm.close()

@@ -23,6 +23,7 @@ from unisono.elastic.session import Attempt
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job
+from unisono.train.moving import to_device
 from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite, line_of
 from unisono.train.notes import STOPPED_BY_RUN, Notes
@@ -262,20 +263,20 @@ def report_step(
         }
         for rank, (notes, blocked) in enumerate(zip(reduced.notes, reduced.blocked_s, strict=True))
     }
-    job.commit(
-        events.StepFinished(
-            step=state.step,
-            epoch=state.epoch + 1,
-            loss=reduced.loss,
-            samples=state.samples,
-            lr=lr,
-            seconds=round(seconds, 6),
-            timings=timings,
-            grad_norm=job.update.grad_norm,
-            generation=job.session.generation,
-        ),
-        *more,
+    finished = partial(
+        events.StepFinished,
+        step=state.step,
+        epoch=state.epoch + 1,
+        loss=reduced.loss,
+        samples=state.samples,
+        lr=lr,
+        seconds=round(seconds, 6),
+        timings=timings,
+        generation=job.session.generation,
+        time_s=time.time(),
     )
+    read_norm = job.update.norm_reading
+    job.commit_later(lambda: (finished(grad_norm=read_norm()), *more))
     job.tell_reading()
 
 
@@ -315,16 +316,3 @@ def _finished(job: Job, state: TrainState) -> bool:
 
 def current_lr(job: Job) -> float:
     return float(job.request.optimizer.param_groups[0]["lr"])
-
-
-def to_device(batch: Any, job: Job) -> Any:
-    if job.device.type == "cpu":
-        return batch
-    if isinstance(batch, Tensor):
-        return batch.to(job.device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, job) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [to_device(value, job) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch

@@ -15,11 +15,16 @@ from torch import nn
 
 from unisono.core.errors import SetupError
 from unisono.core.fingerprint import Fingerprint
+from unisono.parallel.read_back import read_back
 from unisono.train.options import Clip
 
 
-def settle_torch(threads: int, exact: bool) -> None:
-    """Fix what would otherwise vary between workers: thread count, autotuned kernels, unordered additions."""
+def settle_torch(threads: int, exact: bool, strict: bool = False) -> None:
+    """Fix what would otherwise vary between workers: thread count, autotuned kernels, unordered additions.
+
+    `strict`: operations that have no fixed order are refused. A mere warning is not enough on a GPU: with it, attention
+    goes on adding up its gradients in any order.
+    """
     torch.set_num_threads(threads)
     if not exact:
         return
@@ -27,7 +32,7 @@ def settle_torch(threads: int, exact: bool) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
 
 
 def fingerprint(device: torch.device, threads: int, exact: bool, data: str) -> Fingerprint:
@@ -66,6 +71,10 @@ def flip_one_bit(model: nn.Module) -> None:
     first.view(-1).view(torch.uint8)[first.element_size() // 2] ^= 1 << 3
 
 
+def _no_norm() -> None:
+    return None
+
+
 class Update:
     """What happens to the reduced gradients before the optimizer sees them: L1, then clipping."""
 
@@ -74,8 +83,17 @@ class Update:
             raise SetupError(f"l1={l1} would reward large weights", do="give l1 as 0 or above")
         self.model, self.l1 = model, l1
         self.norm, self.value = (clip.norm, clip.value) if clip else (None, None)
-        self.grad_norm: float | None = None
         self.norm_of_all: Callable[[], float] | None = None  # where ranks hold parts of the model
+        self.norm_reading: Callable[[], float | None] = _no_norm
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last step's gradients. Asking for it waits for the device, the first time."""
+        return self.norm_reading()
+
+    @grad_norm.setter
+    def grad_norm(self, value: float) -> None:
+        self.norm_reading = lambda: value
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -87,12 +105,12 @@ class Update:
         if self.value is not None:
             nn.utils.clip_grad_value_(with_gradient, self.value)
         if self.norm is not None and self.norm_of_all is not None:
-            self.grad_norm = self.norm_of_all()
-            factor = min(1.0, self.norm / (self.grad_norm + 1e-6))  # as torch's clip_grad_norm_ has it
+            self.grad_norm = found = self.norm_of_all()
+            factor = min(1.0, self.norm / (found + 1e-6))  # as torch's clip_grad_norm_ has it
             torch._foreach_mul_([p.grad for p in with_gradient if p.grad is not None], factor)
         elif self.norm is not None:
             # Norms per parameter, then one over them in parameter order: a fixed order on every worker.
-            self.grad_norm = float(nn.utils.clip_grad_norm_(with_gradient, self.norm))
+            self.norm_reading = read_back(nn.utils.clip_grad_norm_(with_gradient, self.norm))
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:

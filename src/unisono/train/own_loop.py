@@ -30,7 +30,8 @@ from unisono.train.checkpoints import Riders
 from unisono.train.finish import finish
 from unisono.train.guard import ComputeAgain
 from unisono.train.job import Job, Request
-from unisono.train.loop import Loaded, current_lr, report_step, to_device
+from unisono.train.loop import Loaded, current_lr, report_step
+from unisono.train.moving import to_device
 from unisono.train.noise_told import observe_noise
 from unisono.train.nonfinite import check_finite
 from unisono.train.notes import STOPPED_BY_RUN, Notes

@@ -27,7 +27,8 @@ from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request
-from unisono.train.loop import Plan, to_device, train
+from unisono.train.loop import Plan, train
+from unisono.train.moving import to_device
 from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Parallel, Result, StepInfo
 
