@@ -16,6 +16,7 @@ from unisono.core import seeds as _seeds
 
 if TYPE_CHECKING:
     from unisono import data as data
+    from unisono import nn as nn
     from unisono import ps as ps
     from unisono.core.errors import UnisonoError as UnisonoError
     from unisono.data.loading import Data as Data
@@ -61,6 +62,7 @@ __all__ = [
     "first_worker",
     "kvstore",
     "layer_groups",
+    "nn",
     "ps",
     "scaled_lr",
     "seed",
@@ -91,10 +93,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":
-        return import_module("unisono.data")
-    if name == "ps":
-        return import_module("unisono.ps")
+    if name in ("data", "nn", "ps"):
+        return import_module(f"unisono.{name}")
     if name == "seed":
         return import_module("unisono.train.context").set_script_seed
     if name in _HOMES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of one microbatch on one worker: the bits of a plain loop, at the price of one, and nothing kept of a bad step."""
+"""A step of one microbatch on one worker: the bits of a plain loop, and nothing kept of a step that is not taken."""
 
 from __future__ import annotations
 

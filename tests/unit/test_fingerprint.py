@@ -21,6 +21,7 @@ ONE_PART: list[tuple[dict[str, Any], str]] = [
     ({"instructions": "AVX512"}, "instructions AVX2 -> AVX512"),
     ({"threads": 4}, "threads 1 -> 4"),
     ({"deterministic": False}, "deterministic True -> False"),
+    ({"kernels": "fused AdamW"}, "kernels  -> fused AdamW"),
     ({"data": "9/cd"}, "data 9/ab -> 9/cd"),
 ]
 

@@ -19,7 +19,7 @@ HOUSE = ROOT / "src" / "unisono"
 TREES = ("src", "bench", "examples", "tests")
 
 _BELOW_STRATEGIES = {"core", "wire", "comm"}
-_BELOW_TRAIN = _BELOW_STRATEGIES | {"parallel", "data", "checkpoint", "elastic"}
+_BELOW_TRAIN = _BELOW_STRATEGIES | {"parallel", "data", "checkpoint", "elastic", "nn"}
 MAY_IMPORT = {  # package: the packages to its left
     "core": set(),
     "wire": {"core"},
@@ -34,9 +34,11 @@ MAY_IMPORT = {  # package: the packages to its left
     "control": {"core", "wire"},
     "cli": _BELOW_TRAIN | {"train", "federated", "planner", "control"},
     "ps": _BELOW_TRAIN | {"train"},  # one module: a door for users
+    "nn": set(),  # pieces of models, which know torch alone
     "unisono": {
         "core",
         "data",
+        "nn",
         "train",
         "ps",
     },  # the package itself: its public names, fetched when they are first used

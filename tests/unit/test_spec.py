@@ -193,6 +193,9 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "schedule": "",
         "chunks": None,
         "plaintext": False,
+        "precision": "",
+        "compile": "",
+        "recompute": "",
     }
 
 

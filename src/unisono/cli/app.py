@@ -220,6 +220,26 @@ def run(
         str | None,
         typer.Option(help="auto (default), never, or force: also when what decides the bits has changed."),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp32 (default), bf16, bf16-all (between layers too), fp16 or fp8; weights stay in fp32.",
+            metavar="NAME",
+        ),
+    ] = None,
+    compile_: Annotated[
+        str | None,
+        typer.Option(
+            "--compile",
+            help="none (default), blocks (repeated ones, each kind once), whole, or tuned (by measuring; needs "
+            "exact=False).",
+            metavar="WHAT",
+        ),
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="Activations: none (default), selective, full, or auto, by memory.", metavar="HOW"),
+    ] = None,
     stop_after: Annotated[
         int | None, typer.Option(help="End after this step, with weights and result saved.", metavar="STEP")
     ] = None,
@@ -243,7 +263,8 @@ def run(
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
         "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed,
         "mesh": mesh, "zero": zero, "offload": offload, "schedule": schedule, "chunks": chunks,
-        "plaintext": plaintext, "noise_every": noise_every,
+        "plaintext": plaintext, "noise_every": noise_every, "precision": precision, "compile": compile_,
+        "recompute": recompute,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

@@ -121,6 +121,12 @@ class SparseGradient(SetupError):
     code = "UNI-1206"
 
 
+class DeviceMemory(SetupError):
+    """A GPU has not enough memory for this model, batch and way of computing."""
+
+    code = "UNI-1207"
+
+
 class NonFiniteLoss(UnisonoError):
     code, exit_code = "UNI-1301", 12
 

@@ -19,6 +19,7 @@ from unisono.core.event import Event as Event
 from unisono.core.measured_events import CodecChanged as CodecChanged
 from unisono.core.measured_events import CodecsChosen as CodecsChosen
 from unisono.core.measured_events import CommChosen as CommChosen
+from unisono.core.measured_events import DeviceMeasured as DeviceMeasured
 from unisono.core.measured_events import NoiseScale as NoiseScale
 from unisono.core.measured_events import Staleness as Staleness
 

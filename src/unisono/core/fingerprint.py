@@ -17,6 +17,7 @@ class Fingerprint(BaseModel):
     instructions: str  # CPU capability or GPU name: other vector widths round other sums
     threads: int
     deterministic: bool
+    kernels: str = ""  # fused optimizers and the like, which round otherwise than the plain ones
     data: str  # digest of the length and of probed samples
 
 

@@ -71,6 +71,20 @@ class NoiseScale(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMeasured(Event):
+    """What the GPUs of a run achieve, over the last seconds: model FLOPs against the stated peak, and memory."""
+
+    kind = "device_measured"
+    step: int
+    samples_per_s: float
+    tokens_per_s: float | None  # None: the data is not made of tokens
+    tflops: float | None  # of all GPUs together; None: the model's operations are not known
+    mfu: float | None  # tflops over the peak of all
+    peak: str  # which peak, in words
+    memory: dict[str, int]  # bytes on the sender's GPU at the most, by what they are used for
+
+
+@dataclass(frozen=True, kw_only=True)
 class Staleness(Event):
     """How far workers of a parameter-server run are apart, counted since the run or its newest servers began."""
 

@@ -25,8 +25,12 @@ from unisono.core.mesh import Mesh, parse_mesh
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "mesh",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "mesh", "precision", "compile",
+    "recompute",
 )  # fmt: skip
+PRECISIONS = ("fp32", "bf16", "bf16-all", "fp16", "fp8")
+COMPILES = ("none", "blocks", "whole", "tuned")
+RECOMPUTES = ("none", "selective", "full", "auto")
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -112,6 +116,9 @@ class RunSpec(BaseModel):
     schedule: str = ""
     chunks: int | None = Field(default=None, ge=1)
     plaintext: bool = False
+    precision: Literal["", "fp32", "bf16", "bf16-all", "fp16", "fp8"] = ""
+    compile: Literal["", "none", "blocks", "whole", "tuned"] = ""
+    recompute: Literal["", "none", "selective", "full", "auto"] = ""
 
     @property
     def serving(self) -> int:
@@ -217,6 +224,9 @@ class JobSpec(BaseModel):
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
     mesh: str = ""  # the shape of a replica, empty: one rank
     sharing: str = ""  # how its ranks share the work, where that decides bits
+    precision: str = "fp32"
+    compile: str = "none"
+    recompute: str = "none"
     parameters: int = 0
 
 

@@ -12,7 +12,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,16 @@ from unisono.parallel.strategy import Compute, Microbatch, Reduced
 _BUFFER_TAG = 1 << 17  # above any bucket number
 
 
+class Scale(Protocol):
+    """What losses are multiplied with before the backward pass; whoever sets another one divides again."""
+
+    factor: float
+
+
+class _One:
+    factor = 1.0
+
+
 class AllReduce:
     """`before_update` may change the reduced gradients (clipping, L1) and is called once a step on every worker.
 
@@ -45,7 +55,7 @@ class AllReduce:
 
     noise_every = 0  # steps between two looks at the squared norm of each microbatch's gradient; 0: never
     _may_leave_gradients = True  # where autograd puts them, in steps of one microbatch
-    scale: Callable[[], float] = staticmethod(lambda: 1.0)  # of the loss, for gradients too small for half precision
+    scale: Scale = _One()  # of the loss, for gradients too small for half precision
 
     def __init__(
         self,
@@ -167,7 +177,7 @@ class AllReduce:
         """The second half of `forward_backward`, for loops that compute the loss themselves."""
         self._losses[self._current.index] = read_back(loss.detach())  # on its way before the backward pass begins
         if loss.requires_grad:  # not so when everything that this microbatch went through is frozen
-            (loss * (self._current.weight * self.scale())).backward()  # type: ignore[no-untyped-call]
+            (loss * (self._current.weight * self.scale.factor)).backward()  # type: ignore[no-untyped-call]
         self._end_microbatch()
 
     def _end_microbatch(self) -> None:

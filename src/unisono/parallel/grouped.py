@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class Grouped(AllReduce):
 
     def backward(self, loss: Tensor) -> None:
         share, self._share = self._share, 1.0
-        self._losses[self._current.index] = loss.detach().double() * share
+        value = loss.detach().double() * share
+        self._losses[self._current.index] = lambda: float(value)
         if loss.requires_grad:
             (loss * (self._current.weight * share)).backward()  # type: ignore[no-untyped-call]
         assert self._gradients is not None
@@ -143,10 +145,10 @@ class Grouped(AllReduce):
         if self.group.mesh.fsdp == 1:
             return
         mine = sorted(self._losses)
-        rows = self.group.inner.rows([float(self._losses[i]) for i in mine])
+        rows = self.group.inner.rows([self._losses[i]() for i in mine])
         beside = self.group.mesh.beside(self.group.inner.rank, "fsdp")
         for column, index in enumerate(mine):
-            self._losses[index] = torch.tensor(math.fsum(rows[rank][column] for rank in beside), dtype=torch.float64)
+            self._losses[index] = partial(math.fsum, [rows[rank][column] for rank in beside])
 
     def step(self, loss: float, again: Callable[[], float]) -> None:
         self.group.before_update()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole model, cut over the ranks of a replica: tensors, then stages, then shards. Refusals come before anything is cut.
+"""A whole model, cut over the ranks of a replica: tensors, then stages, then shards. Refusals come first.
 
 `decide` is a function of the model, the mesh and what was asked for, the same on every rank; `Cutting.carry_out` does
 it, inside of torch's world for this replica. Called by `replica`.
@@ -85,7 +85,7 @@ class Cutting:
         if self.stages is not None:
             assert loss is not None
             return self._pipelined(model, meshes, device, make, loss, cuts, ways)
-        before_update: Callable[[], None] = lambda: None
+        before_update: Callable[[], None] = _nothing
         if self.mesh.fsdp > 1:
             shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make)
             before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
@@ -118,6 +118,10 @@ class Cutting:
         pipeline.module.follow()
         copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
         return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline)
+
+
+def _nothing() -> None:
+    return None
 
 
 def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Cutting:

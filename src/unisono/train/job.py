@@ -34,11 +34,14 @@ from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
+from unisono.train.computing import Computing
 from unisono.train.context import Context
 from unisono.train.going_back import go_back
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
+from unisono.train.metering import NO_METER, Meter, NoMeter
 from unisono.train.numerics import Update
 from unisono.train.options import Clip, Parallel
+from unisono.train.preparing import Prepared
 from unisono.train.spread import Spread
 from unisono.train.state import TrainState
 from unisono.train.telling import Teller
@@ -66,6 +69,7 @@ class Request:
     count: CountOf | None = None
     has_end: bool = True  # False: the user's own loop decides
     travellers: Mapping[str, Any] = field(default_factory=dict)  # objects with state_dict that go with the model
+    computing: Computing = field(default_factory=Computing)
     local: LocalSteps | None = None  # replicas that update on their own between two meetings
     parallel: Parallel = field(default_factory=Parallel)
     loss: Callable[[Any, Any], torch.Tensor] | None = None  # where the trainer has one of (outputs, targets)
@@ -84,6 +88,7 @@ class Job(Teller):
     loader: Loader
     fingerprint: Fingerprint
     guard: Guard
+    prepared: Prepared
     faults: FaultPoints = NO_FAULTS
     state: TrainState = field(default_factory=TrainState)
     notices: set[str] = field(default_factory=set)
@@ -92,6 +97,7 @@ class Job(Teller):
     reading_told_s: float = 0.0
     untold: list[events.Event] = field(default_factory=list)  # until it is known who speaks for all
     owed: Callable[[], Sequence[events.Event]] | None = None  # news of the last step that the device has yet to tell
+    meter: Meter | NoMeter = NO_METER
     told_lost: tuple[Stamp, tuple[int, ...]] | None = None
     model: nn.Module | None = None  # what computes here, where that is not the whole model
     spread: Spread | None = None  # where ranks hold parts of the state
@@ -322,3 +328,4 @@ class Job(Teller):
         self.loader.close()
         self.strategy.close()
         self.comm.close()
+        self.prepared.close()

@@ -278,6 +278,7 @@ def report_step(
     read_norm = job.update.norm_reading
     job.commit_later(lambda: (finished(grad_norm=read_norm()), *more))
     job.tell_reading()
+    job.tell_speed()
 
 
 def _end_epoch(job: Job, plan: Plan, state: TrainState) -> None:

@@ -41,7 +41,10 @@ def check_finite(
     """
     bad = [i for i, loss in enumerate(reduced.losses) if reduced.weights[i] and not math.isfinite(loss)]
     if not bad:
-        return True
+        overflow = job.prepared.scale.accept(job.request.model.parameters())
+        if overflow:
+            job.commit(events.StepSkipped(step=step + 1, because=overflow))
+        return not overflow
     assert job.session.membership is not None
     owner = job.session.membership.owner_of(bad[0])
     what = f"the loss is {reduced.losses[bad[0]]} at step {step + 1}, microbatch {bad[0]}, on worker {owner}"

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.core.errors import SetupError
 from unisono.core.fingerprint import Fingerprint
@@ -35,7 +35,35 @@ def settle_torch(threads: int, exact: bool, strict: bool = False) -> None:
     torch.use_deterministic_algorithms(True, warn_only=not strict)
 
 
-def fingerprint(device: torch.device, threads: int, exact: bool, data: str) -> Fingerprint:
+def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """Both to where they compute. Returns what was fused on the way."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    model.to(device)
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.ndim:
+                state[key] = value.to(device)
+    return fuse(optimizer, device)
+
+
+def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """On a GPU, let torch's own optimizer update all parameters in one kernel, unless the script says how it should.
+    Returns the name of what was fused."""
+    kind = type(optimizer)
+    groups = optimizer.param_groups
+    if device.type != "cuda" or kind not in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        return ""
+    said = any(group.get("foreach") is not None or group.get("fused") is not None for group in groups)
+    odd = any(group.get("differentiable") or group.get("capturable") for group in groups)
+    if said or odd or any(not p.is_floating_point() for group in groups for p in group["params"]):
+        return ""
+    for group in groups:
+        group["fused"] = True
+    return f"fused {kind.__name__}"
+
+
+def fingerprint(device: torch.device, threads: int, exact: bool, data: str, kernels: str = "") -> Fingerprint:
     if device.type == "cuda":
         instructions = torch.cuda.get_device_name(device)
     else:
@@ -46,6 +74,7 @@ def fingerprint(device: torch.device, threads: int, exact: bool, data: str) -> F
         instructions=instructions,
         threads=threads,
         deterministic=exact,
+        kernels=kernels,
         data=data,
     )
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.comm.faulty import faulty
 from unisono.comm.inner import ALONE, LedComm
@@ -48,11 +48,14 @@ from unisono.train.checkpoints import Checkpoints
 from unisono.train.context import Context
 from unisono.train.guard import Guard
 from unisono.train.job import Job, Request
+from unisono.train.loss_scale import LossScale
 from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
+from unisono.train.preparing import Prepared
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.replica import Replica, give_values, open_replica
 from unisono.train.resuming import Home, TakenUp, open_home
+from unisono.train.settling import meter_for, settle_computing
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
 _ROUND_STEPS = 16  # after which workers meet that do not wait for each other
@@ -62,31 +65,32 @@ def open_job(context: Context, request: Request) -> Job:
     place = context.place
     home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
     request = replace(request, local=_local_steps(context.spec, request.local))
-    spec = _resolve(context, request, home.microbatches)
-    _refuse_foreign_parameters(request)
-    numerics.settle_torch(spec.threads, spec.exact)
     device = numerics.choose_device(context.spec.device, *_slot(context))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    spec, prepared = settle_computing(context.spec, request, _resolve(context, request, home.microbatches), device)
+    _refuse_foreign_parameters(request)
+    numerics.settle_torch(spec.threads, spec.exact, strict=device.type == "cuda")
     replica = open_replica(context, request, spec, device)
     trained = replica.model if replica else request.model
     if replica is None:
         give_values(request, spec.seed)
-        request.model.to(device)
-        _move_optimizer_state(request.optimizer, device)
+        fused = numerics.move(request.model, request.optimizer, device)
     else:
         request = replace(request, model=replica.group.shards.shadow)
         spec = spec.model_copy(update={"sharing": replica.text})
+        fused = numerics.fuse(request.optimizer, device)
+    if isinstance(prepared.scale, LossScale):
+        request = replace(request, travellers={**request.travellers, "loss scale": prepared.scale})
     loader = _open_loader(request, spec, context.spec.bound)
     comm, address = _open_comm(context, device)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
-    strategy = _open_strategy(context, request, spec, reached, device, update, trained, replica)
+    strategy = _open_strategy(context, request, spec, reached, device, update, prepared, trained, replica)
     comm = strategy.comm
     try:
+        prepared.prepare(trained, spec.exact, context.run_dir.path / "compiled")
         length, seen = loader.probe(0)
-        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}")
+        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}", fused)
         station = context.station or Alone(spec.microbatches)
         meeting_point = str(context.place.scratch / "members") if context.place else ""
         inner = replica.world if replica else ALONE
@@ -94,7 +98,21 @@ def open_job(context: Context, request: Request) -> Job:
         # Servers send the weights anew with every step, so a bit that flips in a worker's does not stay.
         guard = Guard(request.model, 0 if isinstance(strategy, ParameterServer) else context.spec.verify_every)
         voice = cast("Comm", LedComm(comm, replica.world)) if replica else comm
-        job = Job(context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, faults)
+        job = Job(
+            context,
+            request,
+            spec,
+            device,
+            voice,
+            session,
+            strategy,
+            update,
+            loader,
+            fingerprint,
+            guard,
+            prepared,
+            faults,
+        )
         if replica is not None:
             job.spread, job.model = replica.spread, replica.model
         job.checkpoints = _checkpoints(job, home)
@@ -105,7 +123,9 @@ def open_job(context: Context, request: Request) -> Job:
         loader.close()
         strategy.close()
         comm.close()
+        prepared.close()
         raise
+    job.meter = meter_for(job)
     _announce(job, home, taken)
     if job.is_first and home.store is not None and not home.interval.is_never:
         expected = checkpoint_bytes(request.model, request.optimizer)
@@ -211,6 +231,7 @@ def _open_strategy(
     comm: Comm,
     device: torch.device,
     update: Update,
+    prepared: Prepared,
     trained: nn.Module,
     replica: Replica | None,
 ) -> AllReduce | Local:
@@ -243,6 +264,7 @@ def _open_strategy(
         update.norm_of_all = strategy.norm
     if isinstance(strategy, AllReduce):
         adding.shapes_of = strategy.shapes
+        strategy.scale = prepared.scale
     if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
         strategy.noise_every = context.spec.noise_every
     return strategy
@@ -334,13 +356,6 @@ def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints
     return FaultPoints(context.place.faults, context.emit, actions)
 
 
-def _move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.ndim:
-                state[key] = value.to(device)
-
-
 def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
     healed = job.session.healed.workers
     if healed and job.worker_at(0) not in healed and not job.state.position:
@@ -358,6 +373,10 @@ def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
     if taken is not None:
         at, place = taken.manifest, home.store.url if home.store else ""
         job.emit(events.Resumed(step=at.step, digest=at.hash, url=place, differs=taken.differs))
+    for code, text in job.prepared.words.items():
+        job.notice_once(code, text)
+    if job.fingerprint.kernels:
+        job.notice_once("fused-optimizer", f"the optimizer updates all parameters at once: {job.fingerprint.kernels}")
     job.emit(
         events.Configured(
             job=job.spec.model_dump(),

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -65,7 +65,8 @@ class Copies:
     def of(self, name: str, tensor: Tensor) -> Tensor:
         room = self._room.get(name)
         if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            # From a GPU, only pinned memory is written to while the GPU and the loop go on.
+            room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return room
 
     def only(self, names: Collection[str]) -> None:
@@ -134,11 +135,12 @@ class Save:
         for plan in mine:
             for part in plan.slices:
                 source, target = tensors[part.name], copies[part.name]
-                if part.name in steady and source.device.type == "cpu":
-                    later.append(lambda s=source, t=target, a=part.begin, b=part.end: _copy(s, t, a, b))  # type: ignore[misc]
+                if part.name in steady:
+                    later.append(lambda s=source, t=target, a=part.begin, b=part.end: _copy(s, t, a, b, beside=True))  # type: ignore[misc]
                 else:
                     _copy(source, target, part.begin, part.end)
-        self._run(lambda: self._write(later, mine, copies, keeping))
+        after = _AfterNow(tensors.values())
+        self._run(lambda: self._write(after, later, mine, copies, keeping))
 
     def await_copy(self) -> None:
         started_s = time.monotonic()
@@ -180,13 +182,15 @@ class Save:
 
     def _write(
         self,
+        after: _AfterNow,
         later: Sequence[Callable[[], None]],
         plans: list[ChunkPlan],
         copies: Mapping[str, Tensor],
         keeping: Keeping,
     ) -> None:
-        for copy in later:
-            copy()
+        with after:
+            for copy in later:
+                copy()
         self._copied.set()
         if self.worker not in self.writers:
             return
@@ -253,6 +257,32 @@ class Save:
                 prune(self.store, (), orphans=True)
 
 
+class _AfterNow:
+    """In another thread: what GPUs are asked for comes after what they were asked for before this was made, and beside
+    what they are asked for later. It is done when the block ends."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._now = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in {tensor.device for tensor in tensors if tensor.is_cuda}
+        }
+        self._streams: list[torch.cuda.Stream] = []
+        self._inside = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for device, now in self._now.items():
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_event(now)
+            self._streams.append(stream)
+            self._inside.enter_context(torch.cuda.stream(stream))
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+        self._inside.close()
+
+
 @torch.no_grad()
-def _copy(source: Tensor, target: Tensor, begin: int, end: int) -> None:
-    target.view(-1)[begin:end].copy_(source.contiguous().view(-1)[begin:end])
+def _copy(source: Tensor, target: Tensor, begin: int, end: int, beside: bool = False) -> None:
+    """`beside`: from a GPU into pinned memory, without waiting for it."""
+    target.view(-1)[begin:end].copy_(source.contiguous().view(-1)[begin:end], non_blocking=beside)

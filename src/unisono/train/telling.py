@@ -17,6 +17,7 @@ from unisono.core import events
 from unisono.data.loading import Loader
 from unisono.data.offers import Taken
 from unisono.train.context import Context
+from unisono.train.metering import Meter, NoMeter
 from unisono.train.spread import Spread
 from unisono.train.state import TrainState
 
@@ -31,6 +32,7 @@ class Teller:
     state: TrainState
     notices: set[str]
     reading_told_s: float
+    meter: Meter | NoMeter
     owed: Callable[[], Sequence[events.Event]] | None
 
     spread: Spread | None
@@ -70,6 +72,10 @@ class Teller:
         if at_once or now_s - self.reading_told_s >= READING_TOLD_S:
             self.reading_told_s = now_s
             self.tell_taken(self.loader.taken())
+
+    def tell_speed(self) -> None:
+        for event in self.meter.observe(self.state.step, self.state.samples):
+            self.emit(event)
 
     def tell_taken(self, taken: Taken) -> None:
         if taken:

@@ -24,6 +24,7 @@ from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import LocalSteps
 from unisono.parallel.shards import whole
 from unisono.train import context as contexts
+from unisono.train.computing import Computing
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request
@@ -31,6 +32,8 @@ from unisono.train.loop import Plan, train
 from unisono.train.moving import to_device
 from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Parallel, Result, StepInfo
+from unisono.train.preparing import Prepared
+from unisono.train.settling import explained
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -58,6 +61,7 @@ class Trainer:
         state: name to an object with `state_dict` and `load_state_dict`: saved with checkpoints, given to joiners.
         exact: False gives up the promise for the backend's own all-reduce.
         local: `LocalSteps(h=...)`: replicas that update on their own and meet once a round; a step is then a round.
+        precision, compile, recompute: how the model is computed, see `Computing`; ``--precision`` etc. come first.
         parallel: `Parallel(...)`: how the ranks of a replica share the model, where ``--mesh`` gives it several.
     """
 
@@ -87,6 +91,9 @@ class Trainer:
         exact: bool = True,
         state: Mapping[str, Any] | None = None,
         local: LocalSteps | None = None,
+        precision: Literal["fp32", "bf16", "bf16-all", "fp16", "fp8"] = "fp32",
+        compile: Literal["none", "blocks", "whole", "tuned"] = "none",
+        recompute: Literal["none", "selective", "full", "auto"] = "none",
         parallel: Parallel | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
@@ -102,7 +109,7 @@ class Trainer:
             model, optimizer, as_data(data), batch_size, epochs, max_steps, microbatches, exact, clip, l1, batch_norm,
             schedule, count,
             travellers=_that_travel({"schedule": schedule} | _numbered(self.callbacks)) | _own(state or {}),
-            local=local, parallel=parallel or Parallel(), loss=loss,
+            computing=Computing(precision, compile, recompute), local=local, parallel=parallel or Parallel(), loss=loss,
         )  # fmt: skip
 
     def _check_options(self, batch_norm: str) -> None:
@@ -166,6 +173,7 @@ class Trainer:
                 copied = copy.deepcopy(job.state_out()) if job.position else None
                 computing = job.model or self.model
                 computing.train()
+                self._compute = self._computation(job.prepared)
                 plan = self._plan(job)
                 for callback in self.callbacks:
                     callback.on_start(self)
@@ -173,7 +181,8 @@ class Trainer:
                     job.state_in(copied)
                 if isinstance(job.strategy, Asynchronous):
                     job.strategy.skips = self.on_nonfinite == "skip"
-                train(job, plan)
+                with explained(job):
+                    train(job, plan)
                 result = finish(job, time.perf_counter() - started)
             finally:
                 job.close()
@@ -208,6 +217,8 @@ class Trainer:
     def _loss_of(self, batch: Any) -> Tensor:
         try:
             value = self._call(batch)
+            if not self._fits and self._job is not None:
+                self._job.meter.learn(self.model, batch)
             self._fits += 1
             return value
         except UnisonoError:
@@ -222,18 +233,26 @@ class Trainer:
     def _call(self, batch: Any) -> Tensor:
         assert self._job is not None
         batch = self._job.take(batch)
-        if self.objective is not None:
-            value = self.objective(self.model, batch)
-        else:
-            assert self.loss is not None
-            inputs, targets = split_batch(batch)
-            if self._job.pipeline is not None:
-                assert isinstance(self._job.strategy, Grouped)
-                return self._job.strategy.through_stages(inputs, targets)
-            value = self.loss(self.model(inputs), targets)
+        if self._job.pipeline is not None:
+            assert isinstance(self._job.strategy, Grouped)
+            return self._job.strategy.through_stages(*split_batch(batch))
+        prepared = self._job.prepared
+        arguments = (self.model, batch) if self.objective is not None else split_batch(batch)
+        with prepared.context():
+            value = self._compute(*arguments)
+        if not self._fits and (breaks := prepared.graph_breaks()):
+            self._job.notice_once("graph-breaks", breaks)
         if not isinstance(value, Tensor):
             raise SetupError(f"the loss is a {type(value).__name__}, not a tensor")
         return value if value.ndim == 0 else value.mean()
+
+    def _computation(self, prepared: Prepared) -> Callable[..., Any]:
+        """From a batch to its loss: of the model and the batch, or of inputs and targets."""
+        if self.objective is not None:
+            return prepared.whole(self.objective)
+        assert self.loss is not None
+        model, loss = self.model, prepared.loss(self.loss)
+        return prepared.whole(lambda inputs, targets: loss(model(inputs), targets))
 
     def _evaluation(self, job: Job) -> Callable[[], dict[str, float]]:
         if self.eval_data is None:
@@ -244,12 +263,13 @@ class Trainer:
         def measure_batch(batch: Any, samples: int) -> list[tuple[float, float]]:
             batch = to_device(batch, job)
             weight = float(count(batch)) if count else float(samples)
-            if measure is None:
-                assert self.objective is not None
-                return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
-            inputs, targets = split_batch(batch)
-            outputs = job.pipeline.evaluate(inputs) if job.pipeline else self.model(inputs)
-            return measure(whole(outputs), targets, weight)
+            with job.prepared.context():
+                if measure is None:
+                    assert self.objective is not None
+                    return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
+                inputs, targets = split_batch(batch)
+                outputs = job.pipeline.evaluate(inputs) if job.pipeline else self.model(inputs)
+                return measure(whole(outputs), targets, weight)
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)

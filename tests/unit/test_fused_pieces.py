@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused and narrow pieces of models: values and gradients of the ordinary way, as close as their numbers allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono.nn
+from unisono.nn.fp8_linear import Fp8Linear, quantise, why_not
+
+TOKENS, WIDTH, WORDS = 37, 16, 53
+
+
+def case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, nn.Linear, Tensor]:
+    torch.manual_seed(1)
+    head = nn.Linear(WIDTH, WORDS, bias=False).to(dtype)
+    targets = torch.randint(WORDS, (TOKENS,))
+    targets[5] = targets[20] = -100
+    return torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True), head, targets
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+def test_linear_and_cross_entropy_in_one_have_the_loss_and_the_gradients_of_both(chunk: int) -> None:
+    features, head, targets = case()
+    usual = nn.functional.cross_entropy(head(features), targets)
+    usual.backward()
+    assert features.grad is not None
+    assert head.weight.grad is not None
+    by_features, by_weight = features.grad.clone(), head.weight.grad.clone()
+    features.grad = head.weight.grad = None
+    fused = unisono.nn.LinearCrossEntropy(head, chunk_tokens=chunk)(features, targets)
+    (3.0 * fused).backward()
+    torch.testing.assert_close(fused.double(), usual, rtol=1e-6, atol=0)
+    torch.testing.assert_close(features.grad, 3 * by_features, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(head.weight.grad, 3 * by_weight, rtol=1e-5, atol=1e-8)
+
+
+def test_it_takes_batches_of_sequences_and_needs_no_gradient_for_an_evaluation() -> None:
+    features, head, targets = case(torch.float32)
+    x, y = features[:36].view(4, 9, WIDTH), targets[:36].view(4, 9)
+    with torch.no_grad():
+        fused = unisono.nn.LinearCrossEntropy(head)(x, y)
+    torch.testing.assert_close(fused, nn.functional.cross_entropy(head(x).flatten(0, 1), y.flatten()))
+    assert not fused.requires_grad
+
+
+def test_under_autocast_its_products_are_narrow_and_its_gradients_wide() -> None:
+    features, head, targets = case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = unisono.nn.LinearCrossEntropy(head)(features, targets)
+    fused.backward()
+    assert features.grad is not None
+    assert head.weight.grad is not None
+    assert (fused.dtype, features.grad.dtype, head.weight.grad.dtype) == (torch.float32,) * 3
+    torch.testing.assert_close(fused, nn.functional.cross_entropy(head(features), targets), rtol=2e-2, atol=0)
+
+
+def test_a_head_with_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="bias"):
+        unisono.nn.LinearCrossEntropy(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1.0, 1e6])
+def test_a_tensor_in_fp8_comes_back_as_close_as_its_mantissa_allows(dtype: torch.dtype, size: float) -> None:
+    tensor = torch.randn(64, 32) * size
+    narrow, unit = quantise(tensor, dtype)
+    back = narrow.float() * unit
+    assert torch.isfinite(back).all()
+    bits = 3 if dtype is torch.float8_e4m3fn else 2
+    torch.testing.assert_close(back, tensor, rtol=2.0 ** -(bits + 1), atol=float(tensor.abs().max()) * 2e-3 + 1e-20)
+
+
+def as_fp8(layer: nn.Linear) -> Fp8Linear:
+    layer.__class__ = Fp8Linear
+    assert isinstance(layer, Fp8Linear)
+    return layer
+
+
+def test_a_linear_layer_in_fp8_is_near_the_one_in_fp32_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    usual, narrow = nn.Linear(64, 48), nn.Linear(64, 48)
+    narrow.load_state_dict(usual.state_dict())
+    x = torch.randn(2, 32, 64)
+    one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    upstream = torch.randn(2, 32, 48)
+    usual(one).backward(upstream)
+    result = as_fp8(narrow)(other)
+    assert result.dtype is torch.bfloat16
+    result.backward(upstream.bfloat16())
+
+    def error(found: Tensor | None, wanted: Tensor | None) -> float:
+        assert found is not None
+        assert wanted is not None
+        return float((found.float() - wanted).norm().detach() / wanted.norm().detach())
+
+    assert error(result, usual(x)) < 0.05
+    assert error(other.grad, one.grad) < 0.1
+    assert error(narrow.weight.grad, usual.weight.grad) < 0.1
+    assert narrow.weight.grad is not None
+    assert narrow.weight.grad.dtype is torch.float32
+
+
+def test_a_number_of_tokens_that_the_hardware_cannot_take_is_computed_in_the_usual_way() -> None:
+    layer = nn.Linear(32, 16)
+    x = torch.randn(5, 32)
+    usual = layer(x)
+    assert torch.equal(as_fp8(layer)(x), usual)
+
+
+def test_layers_of_uneven_size_stay_and_are_named_with_the_reason() -> None:
+    assert why_not(nn.Linear(32, 64)) == ""
+    assert why_not(nn.Linear(32, 10)) == "32 x 10 does not divide by 16"
