@@ -202,6 +202,47 @@ class Plain(nn.Module):
         return self.out(self.body(self.embed(tokens) * self.scale[0]))
 
 
+class BertSelf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_attention_heads, self.attention_head_size, self.all_head_size = 4, WIDTH // 4, WIDTH
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(0.1)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self._heads(self.query(x)), self._heads(self.key(x)), self._heads(self.value(x))
+        weights = self.dropout((q @ k.transpose(-1, -2) / math.sqrt(self.attention_head_size)).softmax(-1))
+        out = (weights @ v).permute(0, 2, 1, 3).contiguous()
+        return out.view((*out.shape[:-2], self.all_head_size))
+
+
+class BertOutput(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.dense, self.LayerNorm, self.dropout = nn.Linear(features, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.LayerNorm(self.dropout(self.dense(x)) + residual)
+
+
+class BertLayer(nn.Module):
+    """BERT keeps the layers of an attention, and of a feed-forward pair, in several modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.ModuleDict({"self": BertSelf(), "output": BertOutput(WIDTH)})
+        self.attention.forward = lambda x: self.attention["output"](self.attention["self"](x), x)
+        self.intermediate = nn.ModuleDict({"dense": nn.Linear(WIDTH, 64)})
+        self.output = BertOutput(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return self.output(functional.gelu(self.intermediate["dense"](x)), x)
+
+
 class Translator(nn.Module):
     """nn.Transformer with encoder, decoder and cross-attention."""
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch_worlds import in_world
 
-from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, Decoder, Llama, Plain, batch, build, loss_of
+from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, BertLayer, Decoder, Llama, Plain, batch, build, loss_of
 from unisono.core.errors import SetupError
 from unisono.parallel.tensor import apply
 from unisono.parallel.tensor_parts import gather_full, scatter_full
@@ -88,6 +88,33 @@ def kept_whole(cut: Cutting) -> Values:
     return _computed(model, model(batch(0)[0]), cuts)
 
 
+class TiedByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 8)
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.body(self.words(x)), self.words.weight)
+
+
+def tied_by_hand(cut: Cutting) -> Values:
+    """An output layer that is written as a product with the embedding's weight."""
+    torch.manual_seed(3)
+    model = TiedByHand().double()
+    cuts = cut(model)
+    return _computed(model, model(torch.tensor([[1, 7, 3], [9, 0, 7]])), cuts)
+
+
+def bert(cut: Cutting) -> Values:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"layer": BertLayer()}).double()
+    cuts = cut(model)
+    assert len(cuts) in (0, 10)  # weights of six layers, biases of those four that are cut by columns
+    torch.manual_seed(5)
+    return _computed(model, model["layer"](_input(3, 5, WIDTH)), cuts)
+
+
 def evaluated(cut: Cutting) -> Values:
     """Without gradients torch has a fast path of its own through encoder layers."""
     model = build("encoder").eval()
@@ -130,6 +157,8 @@ CASES: dict[str, Callable[[Cutting], Values]] = {
     "own plan": own_plan,
     "padding": padding,
     "kept whole": kept_whole,
+    "tied by hand": tied_by_hand,
+    "bert": bert,
     "evaluated": evaluated,
     "recomputed": functools.partial(recomputed, sequence=False),
     "recomputed, sequence cut": functools.partial(recomputed, sequence=True),

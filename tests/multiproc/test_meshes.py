@@ -56,7 +56,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("pp=2", ()),
         ("pp=2", ("tied", "schedule='gpipe'")),
         ("pp=2", ("schedule='interleaved'",)),
-        ("pp=3", ("boundaries=('blocks.1', 'norm')", "chunks=2")),
+        ("pp=3", ("boundaries=('blocks.1', 'norm')", "chunks=4")),
         ("dp=2,fsdp=2", ()),
         ("dp=2,tp=2", ()),
         ("dp=2,pp=2", ()),

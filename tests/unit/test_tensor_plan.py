@@ -144,6 +144,21 @@ class Interleaved(nn.Module):
         self.query_key_value, self.out_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
 
+class TiedByHand(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(8, 4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.words(x).to(self.up.weight.dtype)  # asking for its type is not reading it
+        return self.down(self.up(x)) @ self.words.weight.T
+
+
+def test_a_weight_that_another_module_reads_itself_cannot_be_cut_by_your_plan_either() -> None:
+    assert plan_for(TiedByHand(), 2).sharded.keys() == {"up", "down"}
+    assert "whose weight the forward of 'the model' reads itself" in refusal(TiedByHand(), 2, {"words": "rows"})
+
+
 @pytest.mark.parametrize(
     ("model", "layer", "why"),
     [
@@ -153,6 +168,7 @@ class Interleaved(nn.Module):
         (Nameless(num_heads=4, head_dim=4), "q_proj", "num_heads = 4 is neither its 8 query heads nor its 8 key heads"),
         (WithBias(), "o_proj", "'relative_attention_bias' may belong to single heads"),
         (WithWideNorm(), "q_proj", "'q_norm' is a norm over all heads together"),
+        (TiedByHand(), "words", "the forward of 'the model' reads its weight itself"),
         (Interleaved(), "query_key_value", "models differ in the order"),
         (nn.MultiheadAttention(8, 2, add_zero_attn=True), "out_proj", "add a key that no single head owns"),
         (nn.ModuleDict({"only": nn.Linear(4, 4)}), "only", "nothing says what follows it"),

@@ -36,7 +36,7 @@ from unisono.parallel.pipeline_layers import (
     positions_of,
     ties,
 )
-from unisono.parallel.pipeline_shapes import Spec, find_specs
+from unisono.parallel.pipeline_shapes import Spec, find_specs, shard_again
 from unisono.parallel.pipeline_split import Split, by_boundaries, by_cost, stages_of_rank
 from unisono.parallel.pipeline_stage import Context, Place, Seeding, Stage
 from unisono.parallel.pipeline_ties import TiedGradients
@@ -160,6 +160,8 @@ class Pipeline:
         engine = self._engine(plan, values, names, learns=False)
         with self._random():
             outputs = engine.forward(values)
+        for stage in self.stages.values():
+            shard_again(stage)
         if targets is None:
             return self._told_outputs(outputs)
         told = torch.zeros((), dtype=torch.float64, device=self._place.device)
@@ -195,7 +197,7 @@ class Pipeline:
         engine = self._engines.pop(key, None)
         if engine is None:
             chunk = [value.tensor_split(plan.chunks)[0] for value in values]
-            specs = find_specs(self.stages, len(self.split.stages), chunk, self._place)
+            specs = find_specs(self.stages, plan, chunk, self._place)
             engine = Engine(plan, self.stages, specs, self._place, learns)
         self._engines[key] = engine
         while len(self._engines) > _MOST_SHAPES:

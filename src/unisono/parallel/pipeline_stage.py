@@ -8,13 +8,14 @@ order of a schedule is visible in what dropout does; and each pass is watched. M
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from unisono.core.errors import SetupError
@@ -86,6 +87,7 @@ class WatchedStage(PipelineStage):
     def __init__(self, stage: Stage, place: Place, **of_torch: Any) -> None:
         super().__init__(stage, device=place.device, group=place.group, **of_torch)
         self._seeding, self._watch, self._around = place.seeding, place.watch, place.context
+        self._is_checked = False  # that its backward pass can be split, where the schedule does so
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **named: Any) -> Any:
         self._seeding.chunk = fwd_chunk_id
@@ -99,25 +101,40 @@ class WatchedStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         if self.has_backward:
+            if not full_backward and not self.is_first and not self._is_checked:
+                _check_used_once(self.submod, self.fwd_cache[bwd_chunk_id][0], self.stage_index)
+                self._is_checked = True
             with self._watch.action(self.stage_index, "B" if full_backward else "I", bwd_chunk_id):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if self.has_backward:
             with self._watch.action(self.stage_index, "W", bwd_chunk_id):
-                try:
-                    super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-                except RuntimeError as error:
-                    if "a second time" not in str(error):
-                        raise
-                    raise SetupError(
-                        f"schedule zero-bubble cannot split the backward pass of stage {self.stage_index}",
-                        cause="a module or weight is used twice in it: what torch frees after one use, the other needs",
-                        do="give each use a module of its own, begin a stage between them, or take 1f1b",
-                    ) from error
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         operations = super().get_bwd_send_ops(bwd_chunk_id)
         for operation in operations:
             operation.tensor = operation.tensor.contiguous()
         return operations
+
+
+def _check_used_once(stage: nn.Module, outputs: Sequence[Tensor], index: int) -> None:
+    """Torch's cut of the backward pass fails for a weight that is used twice, or (before 2.13) adds too much to it."""
+    uses: Counter[int] = Counter()
+    waiting, seen = [output.grad_fn for output in outputs if output.grad_fn is not None], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        below = [following for following, _ in node.next_functions if following is not None]
+        uses.update(id(getattr(following, "variable", None)) for following in below)
+        waiting.extend(below)
+    twice = next((name for name, parameter in stage.named_parameters() if uses[id(parameter)] > 1), None)
+    if twice:
+        raise SetupError(
+            f"stage {index} of the pipeline uses {twice} more than once",
+            cause="so schedule zero-bubble cannot split its backward pass",
+            do="give each use a module of its own, begin a stage between them, or take 1f1b or interleaved",
+        )

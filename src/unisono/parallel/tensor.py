@@ -72,8 +72,11 @@ def _run_parts(model: nn.Module, plan: TensorPlan, team: Team, keep: DeviceMesh 
     for name, module in modules.items():
         if name in plan.sharded:
             _run_layer(module, name, plan, team, scopes, keep)
-        elif any(p is not None for carrier in layers.carriers_of(module) for p in carrier._parameters.values()):
-            module.forward = layers.whole(module, team, name in summed)
+            continue
+        read = [modules[other] for other, reader in plan.read_by.items() if reader == name]
+        carriers = [*layers.carriers_of(module), *read]
+        if any(parameter is not None for carrier in carriers for parameter in carrier._parameters.values()):
+            module.forward = layers.whole(module, carriers, team, name in summed)
     for name in dict.fromkeys(unit.name for unit in plan.units):
         if name not in blocks:
             inside_block = any(name.startswith(f"{block}.") for block in blocks)

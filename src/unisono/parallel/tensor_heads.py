@@ -7,17 +7,12 @@ Pure: it looks at attributes and at the source of `forward`, and changes nothing
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
-import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 
 from unisono.parallel.tensor_names import HEAD_COUNTS, HEAD_SIZES, WIDTHS
+from unisono.parallel.tensor_source import reading
 
 
 @dataclass(frozen=True)
@@ -54,11 +49,11 @@ def heads_of(module: nn.Module, query_features: int, key_features: int) -> Heads
     if odd:
         text = ", ".join(f"{name} = {value}" for name, value in odd.items())
         return Unknown(f"{text} is neither its {queries} query heads nor its {keys} key heads")
-    used, divided = _reading(type(module).forward)
-    blocked = sorted(divided & counts.keys())
+    read = reading(type(module).forward)
+    blocked = sorted(read.divides_by & counts.keys())
     if blocked:
         return Unknown(f"its forward divides a width that it reads from its input by self.{blocked[0]}")
-    widths = {n: v for n, v in integers.items() if n in WIDTHS and n in used and v == query_features}
+    widths = {n: v for n, v in integers.items() if n in WIDTHS and n in read.used and v == query_features}
     return Heads(queries, keys, size, counts | widths)
 
 
@@ -68,24 +63,3 @@ def _size_from(counts: dict[str, int], query_features: int, key_features: int) -
         return None
     size, rest = divmod(query_features, max(counts.values()))
     return size if not rest and size and key_features % size == 0 else None
-
-
-@functools.cache
-def _reading(forward: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """(attributes of self that `forward` reads, those by which it divides something that is not an attribute)."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return frozenset(), frozenset()
-    used = {node.attr for node in ast.walk(tree) if _is_own(node) and isinstance(node, ast.Attribute)}
-    divided = {
-        node.right.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv) and not _is_own(node.left)
-        if isinstance(node.right, ast.Attribute) and _is_own(node.right)
-    }
-    return frozenset(used), frozenset(divided)
-
-
-def _is_own(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"

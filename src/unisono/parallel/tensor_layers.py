@@ -8,7 +8,7 @@ tensors under their names, so its own code (a kernel in fp8, say) runs as it is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,9 +41,11 @@ def seeing(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[
         module._parameters.update(held)
 
 
-def whole(module: nn.Module, team: Team, summed: bool) -> Forward:
-    """`summed`: the module works on cut activations, so each rank has one term of its parameters' gradients."""
-    inner, carriers = module.forward, carriers_of(module)
+def whole(module: nn.Module, carriers: Sequence[nn.Module], team: Team, summed: bool) -> Forward:
+    """`carriers` have the parameters that it reads. `summed`: the module works on cut activations, so each rank has
+    one term of its parameters' gradients.
+    """
+    inner = module.forward
 
     def seen(tensor: Tensor) -> Tensor:
         return sum_backward(local(tensor), team) if summed else local(tensor)
@@ -97,7 +99,7 @@ def rows(module: nn.Module, team: Team, scopes: Scopes, unit: Unit) -> Forward:
         region = scopes.of(unit.name)
         region.state = region.outside
         term = _without_bias(module, inner, x)
-        bias = module._parameters["bias"]
+        bias = module._parameters.get("bias")
         if region.outside == "sequence":
             out = sum_to_mine(term, team, SEQUENCE_DIM)
             return out if bias is None else out + sum_backward(local(bias), team)
@@ -108,9 +110,9 @@ def rows(module: nn.Module, team: Team, scopes: Scopes, unit: Unit) -> Forward:
 
 
 def _without_bias(module: nn.Module, inner: Forward, x: Tensor) -> Tensor:
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    weight = module._parameters["weight"]
     assert weight is not None
-    if bias is None or isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear):
         with seeing(module, {"weight": local(weight), "bias": None}):
             return inner(x)  # type: ignore[no-any-return]
     return x @ local(weight)  # GPT-2's Conv1D cannot do without a bias
@@ -135,7 +137,7 @@ def lone_rows(module: nn.Module, team: Team) -> Forward:
 
     def forward(x: Tensor) -> Tensor:
         out = sum_forward(_without_bias(module, inner, split(x, team, x.dim() - 1)), team)
-        bias = module._parameters["bias"]
+        bias = module._parameters.get("bias")
         return out if bias is None else out + local(bias)
 
     return forward

@@ -50,7 +50,7 @@ HEAD_COUNTS = (
 )  # fmt: skip
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "dim_head", "d_head", "key_value_proj_dim", "d_kv")
 WIDTHS = ("split_size", "all_head_size", "inner_dim", "embed_dim", "hidden_size", "n_embd", "d_model", "dim", "width")
-HEADS = ("lm_head", "embed_out", "unembed")  # output layers that are known by their name alone
+HEADS = ("lm_head", "head", "embed_out", "unembed")  # output layers that are known by their name alone
 
 _ELEMENTWISE = (
     nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.SELU, nn.CELU, nn.LeakyReLU,
@@ -64,7 +64,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: object) -> bool:
-    return isinstance(module, nn.Linear) or (isinstance(module, nn.Module) and is_conv1d(module))
+    """One that holds its weight itself; under torch's parametrizations it does not."""
+    if isinstance(module, nn.Linear):
+        return "weight" in module._parameters
+    return isinstance(module, nn.Module) and is_conv1d(module)
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:

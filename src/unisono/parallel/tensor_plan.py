@@ -19,6 +19,7 @@ from unisono.parallel.tensor_blocks import Refused, Unit, find_units
 from unisono.parallel.tensor_names import HEADS, is_conv1d, is_linear, is_norm, join, sizes, ways_that_fit
 from unisono.parallel.tensor_own import decide, pair
 from unisono.parallel.tensor_sequence import Stack, stacks_of, why_no_sequence
+from unisono.parallel.tensor_source import reading
 
 How = Literal["columns", "rows"]
 
@@ -53,6 +54,7 @@ class TensorPlan:
     head: str | None  # the output layer whose features are the vocabulary
     stacks: tuple[Stack, ...]  # the blocks between which sequences may be cut
     positionwise: tuple[str, ...]  # modules that your plan calls "sequence"
+    read_by: dict[str, str]  # modules whose weights another one reads without calling them, and which
     no_sequence: str  # why sequences cannot be cut; empty if they can
 
     def require(self, sequence: bool, loss: bool) -> None:
@@ -89,6 +91,9 @@ def plan_for(model: nn.Module, ways: int, own: Mapping[str, str] | None = None) 
     if ways < 1:
         raise SetupError(f"a model cannot be cut into {ways}", do="give tp as 1 or more")
     decided = decide(model, own or {})
+    read = _read_by_others(model)
+    _refuse_cutting_what_is_read(read, decided)
+    decided |= dict.fromkeys(read, "whole")
     found = list(find_units(model))
     units = [u for u in found if isinstance(u, Unit) and not decided.keys() & set(u.members)] + pair(model, decided)
     why = {member: refused.because for refused in found if isinstance(refused, Refused) for member in refused.members}
@@ -96,6 +101,7 @@ def plan_for(model: nn.Module, ways: int, own: Mapping[str, str] | None = None) 
         if isinstance(unit, Unit) and unit not in units:
             why |= dict.fromkeys(unit.members, f"your plan decides on other layers of {unit.name or 'the model'!r}")
     why |= {name: "your plan says so" for name, how in decided.items() if how == "whole"}
+    why |= {name: f"the forward of {reader or 'the model'!r} reads its weight itself" for name, reader in read.items()}
 
     sharded = {member: Sharding("columns", False, unit.fused) for unit in units for member in unit.columns}
     sharded |= {unit.rows: Sharding("rows", False) for unit in units}
@@ -113,7 +119,29 @@ def plan_for(model: nn.Module, ways: int, own: Mapping[str, str] | None = None) 
     stacks = stacks_of(model, units)
     no_sequence = why_no_sequence(model, units, stacks, whole, positionwise)
     cuts = {join(n, p): cut for n, s in sharded.items() for p, cut in _cuts(model.get_submodule(n), s)}
-    return TensorPlan(ways, sharded, cuts, tuple(units), numbers, whole, head, stacks, positionwise, no_sequence)
+    return TensorPlan(ways, sharded, cuts, tuple(units), numbers, whole, head, stacks, positionwise, read, no_sequence)
+
+
+def _read_by_others(model: nn.Module) -> dict[str, str]:
+    """Modules whose weights another module computes with: it would meet a part of them, so they stay whole."""
+    read = {}
+    for reader, module in model.named_modules():
+        if type(module).__module__.startswith("torch."):
+            continue  # known, and seen to
+        for path in reading(type(module).forward).weights:
+            name = join(reader, path)
+            if any(name == found for found, _ in model.named_modules()):
+                read[name] = reader
+    return read
+
+
+def _refuse_cutting_what_is_read(read: Mapping[str, str], decided: Mapping[str, str]) -> None:
+    for name, reader in read.items():
+        if decided.get(name) in ("columns", "rows"):
+            raise SetupError(
+                f"your plan cuts {name!r}, whose weight the forward of {reader or 'the model'!r} reads itself",
+                do="call the layer there instead, or leave it out of your plan",
+            )
 
 
 def _how(how: str) -> How:
