@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
 
 
-def in_world(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 90) -> list[Any]:
+def in_world(size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 200) -> list[Any]:
     """`work(*args)` on every rank of a world; an error of any rank is raised with its traceback."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="uw-") as folder:
@@ -64,7 +64,7 @@ def _run(rank: int, size: int, store: Path, pipe: Connection, work: Callable[...
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=timedelta(seconds=120)
         )
         buffer = io.BytesIO()
         torch.save(work(*args), buffer)

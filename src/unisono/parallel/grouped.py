@@ -87,7 +87,7 @@ class Grouped(AllReduce):
     def through_stages(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of the microbatch in hand, computed by all stages, backward pass included."""
         assert self.group.pipeline is not None
-        return self.group.pipeline.run(inputs, targets, self._current.weight)
+        return self.group.pipeline.run(inputs, targets, self._current.weight * self._share)
 
     def begin_step(self, weights: Sequence[float]) -> None:
         self.group.shards.follow()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, ScheduleLoopedBFS
 
+from unisono.core.errors import SetupError
 from unisono.parallel.pipeline_shapes import Specs
 from unisono.parallel.pipeline_stage import Place, Stage, WatchedStage
 from unisono.parallel.pipeline_timetable import Plan
@@ -41,6 +43,8 @@ class Engine:
     def __init__(
         self, plan: Plan, stages: Mapping[int, Stage], specs: Sequence[Specs], place: Place, learns: bool
     ) -> None:
+        if plan.schedule == "zero-bubble" and learns:
+            _check_whole(stages)
         self._plan, self._learns = plan, learns
         self._loss: ChunkLoss = _no_loss
         count = plan.ranks * plan.virtual
@@ -82,3 +86,13 @@ class Engine:
 
 def _no_loss(outputs: Any, number: int) -> Tensor:  # noqa: ARG001
     raise AssertionError("a loss was asked for outside of a run")
+
+
+def _check_whole(stages: Mapping[int, Stage]) -> None:
+    """FSDP hears of gradients by hooks of the backward pass, which a split one does not call: they came out wrong."""
+    if any(isinstance(part, FSDPModule) for stage in stages.values() for part in stage.modules()):
+        raise SetupError(
+            "schedule zero-bubble does not go with fsdp",
+            cause="gradients of the weights, computed apart, do not reach the sharded parameters as they should",
+            do="take 1f1b or interleaved",
+        )

@@ -113,11 +113,14 @@ class Cutting:
             boundaries=self.stages.boundaries,
             device=device,
         )
+        for stage in pipeline.stages.values() if self.mesh.fsdp > 1 else ():
+            shard(stage, meshes["fsdp"], self.asked.zero, self.asked.offload, make)
         make(pipeline.module)
         pipeline.module.to(device)
         pipeline.module.follow()
         copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
-        return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline)
+        at_update = partial(give_back, pipeline.module) if self.mesh.fsdp > 1 and self.asked.zero == 1 else _nothing
+        return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline, at_update)
 
 
 def _nothing() -> None:
@@ -126,11 +129,6 @@ def _nothing() -> None:
 
 def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Cutting:
     """Raises SetupError for what cannot be. `samples` of a full microbatch; `example`: inputs of one sample."""
-    if mesh.pp > 1 and mesh.fsdp > 1:
-        raise SetupError(
-            f"fsdp and pp do not go together yet (--mesh {mesh.inner})",
-            do="use tp inside of stages, or fsdp without pp",
-        )
     if mesh.fsdp > samples:
         raise SetupError(
             f"fsdp={mesh.fsdp} ranks share a microbatch of {samples} samples, so some would compute nothing",

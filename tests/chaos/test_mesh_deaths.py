@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of a replica dies: the replica leaves as one and comes back as one, and the result does not change a bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+
+from chaos.recovering import set_pace
+from multiproc.running import Finished, Started, run_unisono, start_unisono
+from unisono.core import events
+
+SCRIPT = Path(__file__).parents[1] / "multiproc" / "train_decoder.py"
+FOUR = ("--microbatches", "4", "--max-restarts", "20")
+EPOCHS, STEPS = 10, 30
+ARGUMENTS = ("slow", "dropout", f"epochs={EPOCHS}")
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def of(inner: str) -> str:
+        folder = tmp_path_factory.mktemp("calm")
+        return run_unisono(SCRIPT, folder, "--mesh", inner, *FOUR, workers=None, script_args=ARGUMENTS).weights_sha256
+
+    return of
+
+
+def rank_of(run: Started, worker: int, rank: int) -> int:
+    """The process id of a rank: the worker's own, or that of one of its children."""
+    leader = psutil.Process(run.worker_pid(worker))
+    if not rank:
+        return leader.pid
+    return next(child.pid for child in leader.children() if child.name() == f"worker-{worker}.{rank}")
+
+
+def begin(folder: Path, mesh: str, *options: str) -> Started:
+    set_pace(folder, 0.02)
+    return start_unisono(SCRIPT, folder, "--mesh", mesh, *FOUR, *options, workers=None, script_args=ARGUMENTS)
+
+
+def hurry_to_the_end(run: Started, folder: Path) -> Finished:
+    set_pace(folder, 0)
+    finished = run.wait(120)
+    steps = [event.step for event in finished.events_of(events.StepFinished)]
+    assert sorted(set(steps)) == list(range(1, STEPS + 1)), "every step happened"
+    return finished
+
+
+def removed(finished: Finished) -> list[tuple[int, str]]:
+    return [(event.who, event.because) for event in finished.events_of(events.WorkerRemoved)]
+
+
+@pytest.mark.parametrize(
+    ("inner", "worker", "rank"),
+    [("fsdp=2", 1, 1), ("fsdp=2", 0, 0), ("tp=2", 0, 1), ("tp=2", 1, 0), ("pp=2", 1, 1), ("pp=2", 0, 0)],
+)
+def test_a_replica_with_a_dead_rank_comes_back_as_one(inner: str, worker: int, rank: int, tmp_path: Path, calm) -> None:
+    with begin(tmp_path, f"dp=2,{inner}") as run:
+        run.wait_for_steps(3)
+        others = [process.pid for process in psutil.Process(run.worker_pid(worker)).children()]
+        os.kill(rank_of(run, worker, rank), signal.SIGKILL)
+        run.until(lambda: run.events_of(events.WorkerRemoved), "the loss to be told")
+        run.until(lambda: 2 in run.events_of(events.MembershipChanged)[-1].members, "the replacement")
+        assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in others)
+        finished = hurry_to_the_end(run, tmp_path)
+    assert finished.weights_sha256 == calm(inner)
+    ((gone, because),) = removed(finished)
+    assert gone == worker
+    assert (f"rank {rank} of worker {worker}" in because) == bool(rank), because
+    assert "SIGKILL" in because
+    changed = finished.events_of(events.MembershipChanged)[-1]
+    assert changed.healed == [2]
+
+
+def test_a_rank_that_fails_is_the_story(tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace(
+        "    def forward(self, x: Tensor) -> Tensor:\n        keep_pace()\n",
+        "    def forward(self, x: Tensor) -> Tensor:\n"
+        "        if torch.distributed.get_rank() == 1 and self.training:\n"
+        "            raise KeyError('the second rank alone')\n",
+    )
+    finished = run_unisono(script, tmp_path, "--mesh", "fsdp=2", *FOUR, workers=None, expect=10)
+    assert "the second rank alone" in finished.output
+    assert "train.py" in finished.output
+    assert "gloo" not in finished.output.split("UNI-")[-1], finished.output
+
+
+def test_replicas_join_and_leave_while_it_runs(tmp_path: Path, calm) -> None:
+    with begin(tmp_path, "dp=1:3,fsdp=2", "--name", "elastic") as run:
+        run.wait_for_steps(2)
+        os.kill(run.worker_pid(1), signal.SIGTERM)  # it is asked to leave, with its other rank
+        run.until(lambda: 1 not in run.events_of(events.MembershipChanged)[-1].members, "worker 1 to leave")
+        finished = hurry_to_the_end(run, tmp_path)
+    assert finished.weights_sha256 == calm("fsdp=2")
+    assert any(worker == 1 for worker, _ in removed(finished))
