@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU: Unisono against a plain loop and against Accelerate on GPT-2 124M, and a 1.2-billion decoder in bf16 and fp8.
+"""One GPU: Unisono, a plain loop and Accelerate on GPT-2 124M, and a 1.2-billion decoder in bf16 and fp8.
 
 python bench/gpu.py                         # all, about ten minutes on an H200
 python bench/gpu.py --parts ceiling,gpt2    # some
