@@ -198,13 +198,14 @@ def trained(
 def heal(replica: Replica, holds: bool) -> bool:
     """As the session does before a generation begins: those who have no state copy it from one who has."""
     mine = {"holds": holds, "state": replica.strategy.state_out() if holds else {}, "losses": replica.losses}
-    mine["lr"] = replica.optimizer.param_groups[0]["lr"]
+    mine["lr"], mine["stamp"] = replica.optimizer.param_groups[0]["lr"], list(replica.strategy.carried.stamp)
     trees = hand_round(replica.comm, mine, range(replica.comm.size), 1 << 26)
     donor = next((tree for tree in trees if tree["holds"]), None)
     if donor is not None and not holds:
         replica.strategy.state_in(copy.deepcopy(donor["state"]))
         replica.losses = list(donor["losses"])
         replica.optimizer.param_groups[0]["lr"] = donor["lr"]
+        replica.strategy.carried.take_stamp((donor["stamp"][0], donor["stamp"][1]))
     return True
 
 
@@ -535,12 +536,17 @@ def test_with_two_copies_the_owner_that_broke_it_may_be_gone(applied: tuple[int,
 
 
 def survivors(
-    setting: Setting, before: Membership, after: Membership, breaking: Breaking, lost: int
+    setting: Setting,
+    before: Membership,
+    after: Membership,
+    breaking: Breaking,
+    lost: int,
+    kind: Callable[..., AllReduce] = partial(ParameterServer, copies=2),  # noqa: B008
 ) -> list[dict[str, Any]]:
     """Like `trained`, but one dies at step 2: after the update, if it makes it."""
 
     def life(number: int, comm: Comm) -> dict[str, Any] | None:
-        replica = Replica(comm, setting, partial(ParameterServer, copies=2))
+        replica = Replica(comm, setting, kind)
         comm.reconfigure(before)
         heal(replica, False)
         replica.strategy.configure(before)

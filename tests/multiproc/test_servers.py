@@ -265,11 +265,12 @@ unisono.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         ("fit(optimizer=torch.optim.LBFGS)", (), ["LBFGS cannot run on parameter servers", "several times a step"]),
         ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "depends on"]),
         (OWN_LOOP, (), ["--strategy ps and a loop of one's own"]),
-        ("fit()", ("--compress", "fp16"), ["--strategy ps and --compress fp16"]),
+        ("fit()", ("--compress", "auto"), ["--strategy ps and --compress auto", "predicted", "--compress int8"]),
+        ("fit()", ("--compress", "fp16", "--staleness", "inf"), ["--compress fp16 and --staleness", "leave out"]),
         ("fit()", ("--local-steps", "4"), ["--local-steps cannot take effect", "--strategy local"]),
         ("fit(data=unisono.Data(DATA, loader_processes=1))", ("--staleness", "inf"), ["loader_processes=1", "stale"]),
     ],
-    ids=["LBFGS", "Adafactor", "own loop", "compressed", "local steps", "loader processes"],
+    ids=["LBFGS", "Adafactor", "own loop", "codec by itself", "codes late", "local steps", "loader processes"],
 )  # fmt: skip
 def test_a_script_that_servers_cannot_run_ends_with_the_reason(
     text: str, options: tuple[str, ...], says: list[str], tmp_path: Path

@@ -219,7 +219,6 @@ def _servers(
         "a loop of one's own": not request.has_end,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
-        f"--compress {spec.compress}": spec.compress != "none",
         f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
         f"--device {device.type}": device.type != "cpu",
         "count": request.count is not None and context.spec.bound != 0,
@@ -227,6 +226,7 @@ def _servers(
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
+    _refuse_codes(spec.compress, context.spec.bound)
     common = (
         request.model,
         request.optimizer,
@@ -236,8 +236,27 @@ def _servers(
     )
     bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
-        return ParameterServer(*common, copies=copies)
+        adding = Adding("direct", spec, request.model, device, context.emit)
+        strategy = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
+        adding.carried, adding.shapes_of = strategy.carried, strategy.shapes
+        return strategy
     return Asynchronous(*common, copies=copies, bound=bound, delayed=context.spec.delayed, emit=context.emit)
+
+
+def _refuse_codes(compress: str, bound: int | None) -> None:
+    """What servers cannot be pushed compressed."""
+    if compress == "auto":
+        raise SetupError(
+            "--strategy ps and --compress auto do not go together yet",
+            cause="what a codec would save is predicted for all-reduce, not for pushes to servers",
+            do="name a codec, such as --compress int8, or leave out --strategy ps",
+        )
+    if compress != "none" and bound != 0:
+        raise SetupError(
+            f"--compress {compress} and --staleness do not go together yet",
+            cause="codes are added over all microbatches of a step, and workers that do not wait push one by one",
+            do="leave out --staleness, or --compress",
+        )
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:
