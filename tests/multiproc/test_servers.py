@@ -170,6 +170,10 @@ def test_with_staleness_the_loss_is_near_the_synchronous_one(
     told = finished.events_of(events.Staleness)[-1]
     assert sum(told.leads.values()) == 121 * workers, "each piece is begun once"
     assert max(map(int, told.leads)) <= float(staleness)
+    shown = run_command(tmp_path, "show", str(finished.run_dir)).output
+    made = f"{121 * workers} pushed, {121 * workers} acknowledged, {121 * workers} applied, none lost"
+    assert made in shown
+    assert "staleness.svg" in shown
 
 
 def test_with_more_servers_than_weights_the_losses_are_still_told(tmp_path: Path) -> None:

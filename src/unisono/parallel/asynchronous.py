@@ -112,6 +112,7 @@ class Asynchronous(ParameterServer):
         super().begin_step(weights)
         if self._round != self.version:
             self._round = self.version
+            self.tallies.pushed = self.tallies.acknowledged = 0
             for held in self._held.values():
                 for one in held:
                     one.seen = {}
@@ -136,7 +137,9 @@ class Asynchronous(ParameterServer):
             self._begin_piece(piece)
             for index in range(piece.first, piece.last):
                 yield index, piece.turn
+            self.tallies.pushed += 1
             self._push(piece)
+            self.tallies.acknowledged += 1
             last, complete = piece, oldest
         self._end_round()
 
@@ -270,12 +273,17 @@ class Asynchronous(ParameterServer):
             *self._buffers.changed(),
             self.tallies.updates,
             blocked_s,
+            self.tallies.pushed,
+            self.tallies.acknowledged,
+            min((len(one.seen) for some in self._held.values() for one in some), default=math.inf),
             *notes,
         ]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
         _, second, third = accumulate([total, count, len(self._buffers)])
         self._changed = [any(row[i] for row in rows) for i in range(second, third)]
         self._known = {rank: int(rows[rank][third]) for rank in self._known}
+        pushed, acknowledged, applied = zip(*(row[third + 2 : third + 5] for row in rows), strict=True)
+        self._made = int(sum(pushed)), int(sum(acknowledged)), int(min(applied))
         if not self._finished and not any(row[i] for row in rows for i in range(total, second)):
             raise SetupError(
                 "the loss depends on no parameter that can be trained",
@@ -286,7 +294,7 @@ class Asynchronous(ParameterServer):
             losses=tuple(rows[self._teller(gradients)][:total]),
             weights=self._weights,
             blocked_s=tuple(row[third + 1] for row in rows),
-            notes=tuple(tuple(row[third + 2 :]) for row in rows),
+            notes=tuple(tuple(row[third + 5 :]) for row in rows),
             silent=(),
         )
 
@@ -322,7 +330,17 @@ class Asynchronous(ParameterServer):
         """The first owner has kept the time."""
         if self.comm.rank == self._membership.owners[0]:
             leads, delays = _counts(self.tallies.leads), _counts(self.tallies.delays)
-            self.emit(events.Staleness(bound=self.bound, leads=leads, delays=delays))
+            pushed, acknowledged, applied = self._made
+            self.emit(
+                events.Staleness(
+                    bound=self.bound,
+                    leads=leads,
+                    delays=delays,
+                    pushed=pushed,
+                    acknowledged=acknowledged,
+                    applied=applied,
+                )
+            )
 
 
 def _counts(counter: Counter[int]) -> dict[str, int]:

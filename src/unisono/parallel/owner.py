@@ -81,6 +81,8 @@ class Tallies:
     updates: int = 0  # that were made here
     delays: Counter[int] = field(default_factory=Counter)  # updates made between a worker's pull and its push
     leads: Counter[int] = field(default_factory=Counter)  # steps that a piece was ahead of the oldest, if we kept time
+    pushed: int = 0  # by us as a worker, in this round
+    acknowledged: int = 0  # likewise
     rooms: dict[int, Tensor] = field(default_factory=dict)  # by worker: the weights on their way to it
 
 
