@@ -184,6 +184,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "outer": "",
         "fragments": None,
         "servers": None,
+        "local_servers": None,
         "staleness": "",
         "copies": None,
         "delayed": "",

@@ -98,6 +98,7 @@ class RunSpec(BaseModel):
     outer: Literal["", "average", "nesterov"] = ""
     fragments: int | None = Field(default=None, ge=1)
     servers: int | None = Field(default=None, ge=0)
+    local_servers: int | None = Field(default=None, ge=0)
     staleness: str = ""
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
@@ -109,18 +110,25 @@ class RunSpec(BaseModel):
         return 0 if self.strategy != "ps" else 1 if self.servers is None else self.servers
 
     @property
+    def serving_here(self) -> int:
+        """How many of them the run's own machine starts; others are brought by machines that join."""
+        return self.serving if self.local_servers is None else self.local_servers
+
+    @property
     def bound(self) -> int | None:
         """How many steps one worker may be ahead of the slowest; None: as many as it likes."""
         return None if self.staleness == "inf" else int(self.staleness or 0)
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        names = ("servers", "staleness", "copies", "delayed")
+        names = ("servers", "local_servers", "staleness", "copies", "delayed")
         given = [name for name in names if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
         if self.delayed and self.bound == 0:
             raise ValueError("with staleness 0 nothing is late; add --staleness, or leave out --delayed")
+        if self.serving_here > self.serving:
+            raise ValueError(f"{self.serving_here} local servers are more than all; add --servers {self.serving_here}")
         if (self.copies or 1) > max(1, self.serving):
             raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
         return self
