@@ -42,9 +42,9 @@ def sized(workers: int, servers: int) -> Membership:
 
 
 class Columns(nn.Module):
-    def __init__(self, rounds: int = 1) -> None:
+    def __init__(self, rounds: int = 1, rows: int = ROWS) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(ROWS, rounds * TURNS * MICROBATCHES))  # every owner has whole rows
+        self.weight = nn.Parameter(torch.zeros(rows, rounds * TURNS * MICROBATCHES))  # every owner has whole rows
 
     def loss(self, step: int, index: int) -> Tensor:
         return -self.weight[:, step * MICROBATCHES + index].sum()
@@ -101,10 +101,21 @@ Delay = Callable[[], float]
 
 
 class Replica:
-    def __init__(self, comm: Comm, bound: int | None, copies: int = 1, rounds: int = 1, delay: Delay = float) -> None:
-        self.comm, self.model, self.delay = comm, Columns(rounds), delay
+    """`options` of the strategy."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        bound: int | None,
+        copies: int = 1,
+        rounds: int = 1,
+        delay: Delay = float,
+        rows: int = ROWS,
+        **options: Any,
+    ) -> None:
+        self.comm, self.model, self.delay = comm, Columns(rounds, rows), delay
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        self.strategy = Watched(self.model, self.optimizer, comm, bound=bound, copies=copies)
+        self.strategy = Watched(self.model, self.optimizer, comm, bound=bound, copies=copies, **options)
         self.computed = 0
         self.dies_at = -1
 
@@ -140,6 +151,7 @@ def lives(
     rounds: int = 1,
     seed: int = 0,
     slow: Sequence[int] = (),
+    **options: Any,
 ) -> list[Any]:
     """What `life` returned for each member, with a strategy that is ready for the first round. Slow ones take ten
     times as long."""
@@ -149,9 +161,11 @@ def lives(
 
         def run(number: int) -> Any:
             draw = random.Random(100 * seed + number)
-            replica = Replica(
-                comms[number], bound, copies, rounds, lambda: draw.random() * LONGEST_S * (10 if number in slow else 1)
-            )
+
+            def delay() -> float:
+                return draw.random() * LONGEST_S * (10 if number in slow else 1)
+
+            replica = Replica(comms[number], bound, copies, rounds, delay, **options)
             try:
                 comms[number].reconfigure(placed)
                 replica.strategy.configure(placed)

@@ -18,10 +18,14 @@ pytestmark = pytest.mark.usefixtures("one_thread_each")
 # --- the bound, and each piece once
 
 
+FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+
+
+@FRESH
 @pytest.mark.parametrize("bound", [1, 2, 3, None])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (4, 0), (2, 1), (3, 2), (4, 3)])
 def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_every_owner(
-    bound: int | None, workers: int, servers: int
+    bound: int | None, workers: int, servers: int, fresh: str
 ) -> None:
     membership, diary = sized(workers, servers), Diary()
 
@@ -31,7 +35,7 @@ def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_ever
             replica.round(membership, number)
         return replica.model.weight.detach().clone(), replica.strategy.tallies
 
-    found = lives(membership, life, bound, rounds=2, slow=[0] if workers > 1 else [])
+    found = lives(membership, life, bound, rounds=2, slow=[0] if workers > 1 else [], fresh=fresh)
     for weight, _ in found:
         assert_counted_once(weight)
         assert torch.equal(weight, found[0][0])
@@ -48,8 +52,11 @@ def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_ever
         assert farthest <= bound
 
 
+@FRESH
 @pytest.mark.parametrize(("bound", "reached"), [(1, 1), (2, 2), (None, TURNS - 1)])
-def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(bound: int | None, reached: int) -> None:
+def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(
+    bound: int | None, reached: int, fresh: str
+) -> None:
     """Without it, the test above would see nothing."""
     membership, has_begun, can_do_no_more = sized(2, 1), threading.Event(), threading.Event()
     allowed = 2 * (1 + 2 * reached)  # microbatches: the other half of the first step, and the steps up to the bound
@@ -70,13 +77,14 @@ def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(bound: int 
         replica.round(membership)
         return replica.strategy.tallies.leads
 
-    assert max(lives(membership, life, bound)[2]) == reached
+    assert max(lives(membership, life, bound, fresh=fresh)[2]) == reached
 
 
+@FRESH
 @pytest.mark.parametrize("bound", [1, 2])
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2), (3, 0)])
 def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
-    bound: int, workers: int, servers: int
+    bound: int, workers: int, servers: int, fresh: str
 ) -> None:
     """Ho et al. 2013: who is at step t reads the updates of all steps before t - s, whoever made them."""
     membership, diary = sized(workers, servers), Diary()
@@ -85,7 +93,7 @@ def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
         replica.strategy.diary = diary
         replica.round(membership)
 
-    lives(membership, life, bound, slow=[1])
+    lives(membership, life, bound, slow=[1], fresh=fresh)
     for what, piece, seen in diary.lines:
         if what == "begin" and piece.turn > bound:
             assert seen is not None
@@ -93,10 +101,11 @@ def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
             assert not missing, f"{piece} began without the updates of {missing}"
 
 
+@FRESH
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize(("workers", "servers", "bound"), [(2, 0, None), (3, 2, 1), (2, 3, None)])
 def test_over_shared_memory_and_with_copies_every_piece_counts_once(
-    copies: int, workers: int, servers: int, bound: int | None
+    copies: int, workers: int, servers: int, bound: int | None, fresh: str
 ) -> None:
     membership = sized(workers, servers)
 
@@ -105,7 +114,7 @@ def test_over_shared_memory_and_with_copies_every_piece_counts_once(
             replica.round(membership, number)
         return replica.model.weight.detach().clone()
 
-    for weight in lives(membership, life, bound, "mesh", copies, rounds=2):
+    for weight in lives(membership, life, bound, "mesh", copies, rounds=2, fresh=fresh):
         assert_counted_once(weight)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 from racing_rounds import LONGEST_S, Died, Replica, assert_counted_once, team
@@ -29,6 +30,7 @@ def broken_round(
     bound: int | None = None,
     seed: int = 0,
     half_pushed: int = 0,
+    **options: Any,
 ) -> list[Tensor]:
     """`lost` dies while it computes its microbatch `at`; the rest, and those who come, finish the round as `after`.
 
@@ -40,7 +42,7 @@ def broken_round(
 
         def life(number: int) -> Tensor | None:
             draw = random.Random(100 * seed + number)
-            replica = Replica(comms[number], bound, copies, delay=lambda: draw.random() * LONGEST_S)
+            replica = Replica(comms[number], bound, copies, delay=lambda: draw.random() * LONGEST_S, **options)
             holds = number in before.members
             if holds:
                 replica.dies_at = at if number == lost else -1
@@ -83,6 +85,8 @@ def breaks_between_owners(replica: Replica, membership: Membership, pushes: int)
     replica.strategy._begin_asking = ask  # type: ignore[method-assign]
 
 
+FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+
 LOSSES = {
     "a worker": (team(1, [0, 1, 2], [3]), team(2, [0, 2], [3])),
     "the first worker": (team(1, [1, 0, 2], [3, 4]), team(2, [0, 2], [3, 4])),
@@ -92,25 +96,27 @@ LOSSES = {
 }
 
 
+@FRESH
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bound", [1, None])
 def test_when_a_worker_is_lost_the_rest_finish_the_round_and_every_piece_counts_once(
-    name: str, at: int, bound: int | None
+    name: str, at: int, bound: int | None, fresh: str
 ) -> None:
     before, after = LOSSES[name]
-    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at)
+    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, fresh=fresh)
     assert len(found) == len(after.members)
     for weight in found:
         assert_counted_once(weight)
 
 
+@FRESH
 @pytest.mark.parametrize("pushes", [1, 2, 4])
 @pytest.mark.parametrize("after", [team(2, [0, 1], [2, 3]), team(2, [1], [2, 3]), team(2, [0, 1], [3, 2])])
 def test_a_piece_that_one_owner_has_seen_and_the_other_has_not_counts_once_on_both(
-    pushes: int, after: Membership
+    pushes: int, after: Membership, fresh: str
 ) -> None:
-    for weight in broken_round(team(1, [0, 1], [2, 3]), after, None, -1, half_pushed=pushes):
+    for weight in broken_round(team(1, [0, 1], [2, 3]), after, None, -1, half_pushed=pushes, fresh=fresh):
         assert_counted_once(weight)
 
 
@@ -123,11 +129,12 @@ SERVERS_LOST = {
 }
 
 
+@FRESH
 @pytest.mark.parametrize("name", SERVERS_LOST)
 @pytest.mark.parametrize("pushes", [1, 3])
-def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, pushes: int) -> None:
+def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, pushes: int, fresh: str) -> None:
     before, after = SERVERS_LOST[name]
-    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=pushes):
+    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=pushes, fresh=fresh):
         assert_counted_once(weight)
 
 

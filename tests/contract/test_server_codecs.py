@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import together
-from test_server import MICROBATCHES, Breaking, Replica, Setting, assert_same, survivors, team, trained
+from served_steps import MICROBATCHES, Replica, Setting, assert_same, team, trained
+from test_server_losses import Breaking, survivors
 from torch import Tensor, nn
 
 from unisono.comm.codecs import parse_codec

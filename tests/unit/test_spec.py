@@ -188,6 +188,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "staleness": "",
         "copies": None,
         "delayed": "",
+        "fresh": "",
         "plaintext": False,
     }
 

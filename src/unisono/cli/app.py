@@ -181,6 +181,10 @@ def run(
         str | None,
         typer.Option(help="With --staleness: gradients that come late are scaled (scale) or corrected (compensate)."),
     ] = None,
+    fresh: Annotated[
+        str | None,
+        typer.Option(help="With --staleness: workers fetch weights (pull, default), or servers send them (push)."),
+    ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
@@ -225,7 +229,7 @@ def run(
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
         "servers": servers, "local_servers": local_servers, "staleness": staleness, "copies": copies,
-        "delayed": delayed, "plaintext": plaintext, "noise_every": noise_every,
+        "delayed": delayed, "fresh": fresh, "plaintext": plaintext, "noise_every": noise_every,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

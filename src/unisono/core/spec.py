@@ -24,7 +24,7 @@ from unisono.core.interval import parse_interval
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "fresh",
 )  # fmt: skip
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -102,6 +102,7 @@ class RunSpec(BaseModel):
     staleness: str = ""
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
+    fresh: Literal["", "pull", "push"] = ""
     plaintext: bool = False
 
     @property
@@ -121,7 +122,7 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        names = ("servers", "local_servers", "staleness", "copies", "delayed")
+        names = ("servers", "local_servers", "staleness", "copies", "delayed", "fresh")
         given = [name for name in names if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
@@ -129,6 +130,13 @@ class RunSpec(BaseModel):
             raise ValueError("with staleness 0 nothing is late; add --staleness, or leave out --delayed")
         if self.serving_here > self.serving:
             raise ValueError(f"{self.serving_here} local servers are more than all; add --servers {self.serving_here}")
+        if self.fresh and self.bound == 0:
+            raise ValueError("with staleness 0 all get weights at once; add --staleness, or leave out --fresh")
+        if self.fresh == "push" and self.delayed == "compensate":
+            raise ValueError(
+                "--delayed compensate needs to know of which weights a gradient is, and with --fresh push servers do not; "
+                "use --fresh pull, or --delayed scale"
+            )
         if (self.copies or 1) > max(1, self.serving):
             raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
         return self
@@ -187,6 +195,7 @@ class JobSpec(BaseModel):
     local: str = ""  # how replicas update on their own, empty: not at all
     staleness: str = ""  # how far workers may be apart, empty: not at all
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
+    fresh: str = ""  # how weights come to workers that do not wait for each other, empty: pulled
     parameters: int = 0
 
 

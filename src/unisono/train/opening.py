@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.comm.codecs import Compression, parse_codec
+from unisono.comm.codecs.spelling import read
 from unisono.comm.faulty import faulty
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
@@ -146,6 +148,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         local=str(request.local) if request.local else "",
         staleness=context.spec.staleness if context.spec.bound != 0 else "",
         delayed=context.spec.delayed,
+        fresh=context.spec.fresh if context.spec.fresh == "push" else "",
         parameters=numerics.count_parameters(request.model.parameters()),
     )
 
@@ -221,7 +224,6 @@ def _servers(
         "exact=False": not request.exact,
         f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
         f"--device {device.type}": device.type != "cpu",
-        "count": request.count is not None and context.spec.bound != 0,
     }
     for what, refused in refusals.items():
         if refused:
@@ -237,10 +239,39 @@ def _servers(
     bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
         adding = Adding("direct", spec, request.model, device, context.emit)
-        strategy = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
-        adding.carried, adding.shapes_of = strategy.carried, strategy.shapes
-        return strategy
-    return Asynchronous(*common, copies=copies, bound=bound, delayed=context.spec.delayed, emit=context.emit)
+        served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
+        adding.carried, adding.shapes_of = served.carried, served.shapes
+        return served
+    strategy = Asynchronous(
+        *common,
+        copies=copies,
+        bound=bound,
+        delayed=context.spec.delayed,
+        fresh=context.spec.fresh or "pull",
+        compression=_compression_of_slices(request.model, spec),
+        seed=spec.seed,
+        emit=context.emit,
+    )
+    strategy.counts = request.count is not None
+    return strategy
+
+
+def _compression_of_slices(model: nn.Module, spec: JobSpec) -> Compression:
+    if read(spec.compress).name == "auto":
+        raise SetupError(
+            "--compress auto and --strategy ps do not go together",
+            cause="it chooses codecs for an all-reduce, by the links between workers",
+            do="name a codec, such as --compress int8",
+        )
+    compression = parse_codec(spec.compress)
+    trained = {str(p.dtype) for p in model.parameters() if p.requires_grad}
+    if compression.codec is not None and trained and "torch.float32" not in trained:
+        raise SetupError(
+            f"--compress {spec.compress} cannot take effect",
+            cause=f"codecs are for float32; the gradients are {', '.join(sorted(trained))}",
+            do="leave out --compress",
+        )
+    return compression
 
 
 def _refuse_codes(compress: str, bound: int | None) -> None:

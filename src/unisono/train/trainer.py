@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,7 @@ from unisono.train import context as contexts
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request
+from unisono.train.looking_ahead import settings_ahead
 from unisono.train.loop import Plan, to_device, train
 from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Result, StepInfo
@@ -167,6 +169,8 @@ class Trainer:
                     job.state_in(copied)
                 if isinstance(job.strategy, Asynchronous):
                     job.strategy.skips = self.on_nonfinite == "skip"
+                    follows = self.schedule if self.schedule_every == "step" else None
+                    job.strategy.settings_ahead = partial(settings_ahead, follows, self.optimizer)
                 train(job, plan)
                 result = finish(job, time.perf_counter() - started)
             finally:
