@@ -119,6 +119,15 @@ class Replica:
         self.computed = 0
         self.dies_at = -1
 
+    @property
+    def unsaid(self) -> Tensor:
+        """By how much the weight would move if all were pushed that codes could not say yet."""
+        outgoing, weight = self.strategy._outgoing, self.model.weight
+        residual = outgoing._residuals.get(0)
+        if residual is None:
+            return torch.zeros_like(weight).detach()
+        return -residual.present[: weight.numel()].view_as(weight) * outgoing._pace
+
     def round(self, membership: Membership, number: int = 0) -> None:
         self.strategy.begin_step([WEIGHT] * MICROBATCHES)
         for index, turn in self.strategy.work(membership.ranges[self.comm.rank], TURNS):

@@ -30,11 +30,13 @@ def broken_round(
     bound: int | None = None,
     seed: int = 0,
     half_pushed: int = 0,
+    left: list[Tensor] | None = None,
     **options: Any,
 ) -> list[Tensor]:
     """`lost` dies while it computes its microbatch `at`; the rest, and those who come, finish the round as `after`.
 
     `half_pushed`: the worker at rank 1 has pushed so many pieces when it loses the second owner, but not the first.
+    `left` gets what their codes have not said.
     """
     with network("threads", 15) as net:
         everyone = sorted({*before.members, *after.members})
@@ -66,6 +68,8 @@ def broken_round(
             replica.strategy.configure(after)
             replica.round(after)
             replica.strategy.close()
+            if left is not None:
+                left.append(replica.unsaid)
             return replica.model.weight.detach().clone()
 
         found = in_threads([partial(life, number) for number in everyone], 40)

@@ -134,7 +134,7 @@ class RunSpec(BaseModel):
             raise ValueError("with staleness 0 all get weights at once; add --staleness, or leave out --fresh")
         if self.fresh == "push" and self.delayed == "compensate":
             raise ValueError(
-                "--delayed compensate needs to know of which weights a gradient is, and with --fresh push servers do not; "
+                "--delayed compensate needs to know of which weights a gradient is, unknown with --fresh push; "
                 "use --fresh pull, or --delayed scale"
             )
         if (self.copies or 1) > max(1, self.serving):

@@ -35,7 +35,7 @@ from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slice_optimizer import Settings, pace_of
-from unisono.parallel.slices import Seen
+from unisono.parallel.slices import Place, Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
 
@@ -122,6 +122,8 @@ class Asynchronous(ParameterServer):
         super().state_in(state)
         self._round = state.get("round", -1)
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
+        if not self._begun:  # from a checkpoint: what has not been said belongs to steps that are gone
+            self._outgoing = Outgoing(self.comm, self._coding)
 
     def steps_in(self, turns: int) -> int:
         return turns
@@ -132,10 +134,18 @@ class Asynchronous(ParameterServer):
         mine = [[*piece, loss] for piece, loss in held[0].seen.items()] if held else []
         mine = [row for row in mine if all(tuple(row[:3]) in one.seen for one in held)]
         ranges = [[part.start, part.stop] for part in self._ranges]
-        tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges}
+        parts = [[place[0], one.start, one.stop, [*one.seen]] for place, some in self._held.items() for one in some]
+        tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges, "parts": parts}
         trees = hand_round(self.comm, tree, range(self.comm.size), _SEEN_TAG)
         under_way = [tree for tree in trees if tree["owns"] and tree["round"] == self.version]
         self._finished, self._ranges = {}, []
+        self._outgoing.made(
+            (bucket, start, stop)
+            for tree in under_way
+            for bucket, start, stop, pieces in tree["parts"]
+            if any(tuple(piece) == self._outgoing.under_way for piece in pieces)
+        )
+        self._outgoing.under_way = None
         if under_way and len(under_way) == sum(tree["owns"] for tree in trees):
             rows = [{tuple(row[:3]): row[3] for row in tree["seen"]} for tree in under_way]
             self._finished = {piece: loss for piece, loss in rows[0].items() if all(piece in row for row in rows)}
@@ -246,23 +256,26 @@ class Asynchronous(ParameterServer):
         counts = self._nominal if self._share and math.isfinite(loss) else 0.0
         draw = self._coding.draw("codes of gradients", self._round, *piece)
         if counts:
-            self._prepare(gradients)
+            self._prepare(piece, gradients)
         asked = []
         for rank in self._membership.owners:
             vectors = [*self._slices_of(rank, gradients, draw), _flags(gradients.used)] if counts else []
             words = Words(PUSH, (self._holdings.known[rank], *piece, bits(counts), bits(loss), draw), vectors)
             asked.append(self._begin_asking(rank, words))
         for wait in asked:
-            wait()
+            answer = wait()
+            for told in answer.vectors:
+                self._outgoing.made(_places(told.tolist()))
+        self._outgoing.under_way = None
 
-    def _prepare(self, gradients: Gradients) -> None:
+    def _prepare(self, piece: Piece, gradients: Gradients) -> None:
         """What is done to the gradient of a piece as a whole before it is cut into slices."""
         if self.counts:
             for bucket in self._buckets(gradients):
                 bucket.div_(self._share)
         gradients.publish(gradients.used)
         self.before_update()
-        self._outgoing.prepare(self._buckets(gradients), self._pace(self._nominal))
+        self._outgoing.begin(piece, self._buckets(gradients), gradients.layout, self._pace(self._nominal))
 
     def _skip(self, microbatch: Microbatch, value: float) -> None:
         """The whole piece is left out, and counts as done."""
@@ -369,6 +382,10 @@ class Asynchronous(ParameterServer):
 
 def _counts(counter: Counter[int]) -> dict[str, int]:
     return {str(number): count for number, count in sorted(counter.items())}
+
+
+def _places(numbers: Sequence[int]) -> list[Place]:
+    return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
 
 
 def _flags(values: Sequence[bool]) -> Tensor:

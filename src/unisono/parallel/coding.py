@@ -9,6 +9,8 @@ are: a code is the one that consists of bytes. Called by `asynchronous`, `owner`
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from unisono.comm.seam import Comm
 from unisono.comm.sharing import empty_for
 from unisono.core import seeds
 from unisono.core.errors import SetupError
+from unisono.parallel.layout import Layout
 from unisono.parallel.slices import Place
 
 
@@ -67,11 +70,11 @@ class Coding:
         self._of_weights.encode(values, code, draw)
         return code
 
-    def encode_gradient(self, values: Tensor, code: Tensor, residual: Tensor, draw: int) -> None:
-        """Spoils `values`; `residual` is read and filled anew."""
+    def encode_gradient(self, values: Tensor, code: Tensor, residual: Residual | None, draw: int) -> None:
+        """Spoils `values`."""
         assert self._of_gradients is not None
-        if self.feedback:
-            encode_with_feedback(self._of_gradients, values, code, Residual(residual, residual), draw, 0)
+        if residual is not None:
+            encode_with_feedback(self._of_gradients, values, code, residual, draw, 0)
         else:
             self._of_gradients.encode(values, code, draw)
 
@@ -84,28 +87,39 @@ class Outgoing:
     """A worker's gradients on their way: clipped, and encoded with what its earlier codes could not say.
 
     Residuals are those of this worker, whatever it computes, and count by the learning rate of the update that they
-    missed: `pace`. Padding between parameters takes part like a parameter whose gradient is zero.
+    missed: `pace`. They change when it is known where the update was made, and only there: a piece that is pushed again
+    after a loss may have been seen by some owners, and must not leave its remainder twice.
     """
 
     def __init__(self, comm: Comm, coding: Coding) -> None:
         self._comm, self._coding = comm, coding
-        self._residuals: dict[int, Tensor] = {}  # by bucket
+        self._residuals: dict[int, Residual] = {}  # by bucket
         self._codes: dict[Place, Tensor] = {}
         self._pace = 1.0  # in which the residuals are counted
+        self.under_way: tuple[int, int, int] | None = (
+            None  # the piece whose codes have been made, and nothing is known of yet
+        )
 
     @property
     def owes(self) -> bool:
         """Whether something has not been said yet."""
-        return any(bool(residual.any()) for residual in self._residuals.values())
+        return any(bool(residual.present.any()) for residual in self._residuals.values())
 
-    def prepare(self, buckets: list[Tensor], pace: float) -> None:
-        """Before the slices of one push."""
+    def begin(self, piece: tuple[int, int, int], buckets: Sequence[Tensor], layout: Layout, pace: float) -> None:
+        """Before the slices of one push. Codes of the one before may have left something between parameters."""
+        self.under_way = piece
         if self._coding.clip is not None:
-            for bucket in buckets:
-                self._coding.clip.apply(bucket, 1.0)
+            for values in buckets:
+                self._coding.clip.apply(values, 1.0)
+        if self._coding.is_exact:
+            return
+        for bucket, start, stop in layout.gaps():
+            buckets[bucket][start:stop] = 0.0
+            if bucket in self._residuals:
+                self._residuals[bucket].present[start:stop] = 0.0
         if pace != self._pace:
             for residual in self._residuals.values():
-                residual.mul_(self._pace / pace)
+                residual.present.mul_(self._pace / pace)
             self._pace = pace
 
     def coded(self, place: Place, bucket: Tensor, draw: int) -> Tensor:
@@ -114,10 +128,19 @@ class Outgoing:
         values = bucket[start:stop]
         if not self._coding.codes(values):
             return values
-        if number not in self._residuals:
-            self._residuals[number] = torch.zeros_like(bucket) if self._coding.feedback else bucket.new_empty(0)
         code, length = self._codes.get(place), self._coding.code_length(stop - start)
         if code is None:
             code = self._codes[place] = empty_for(self._comm, length, torch.uint8, values.device)
-        self._coding.encode_gradient(values, code, self._residuals[number][start:stop], draw)
+        residual = None
+        if self._coding.feedback:
+            whole = self._residuals.setdefault(number, Residual(torch.zeros_like(bucket), torch.zeros_like(bucket)))
+            residual = Residual(whole.present[start:stop], whole.next[start:stop])
+        self._coding.encode_gradient(values, code, residual, draw)
         return code
+
+    def made(self, places: Iterable[Place]) -> None:
+        """The update under way was made there."""
+        for number, start, stop in places:
+            if number in self._residuals:
+                residual = self._residuals[number]
+                residual.present[start:stop] = residual.next[start:stop]

@@ -142,10 +142,11 @@ class Owner:
             known = question.numbers[0]
             if question.what == PULL:
                 return Words(WEIGHTS, *self._fresh(rank, known))
-            self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
+            made = self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
         with self._news:
             self._news.notify_all()
-        return Words(SEEN)
+        told = [number for place in made for number in place] if self._manner.coding.feedback else []
+        return Words(SEEN, (), [torch.tensor(told)] if told else [])
 
     def _tell_news(self, rank: int, question: Words) -> Words:
         """Weights as soon as there are newer ones than the worker has."""
@@ -189,7 +190,8 @@ class Owner:
 
     # --- updates
 
-    def _update(self, rank: int, question: Words, delay: int) -> None:
+    def _update(self, rank: int, question: Words, delay: int) -> list[Place]:
+        """Returns where it was made: on all slices that had not seen it."""
         _, turn, first, last, share, loss, draw = question.numbers
         manner, vectors = self._manner, question.vectors
         pace = manner.pace(number(share)) if number(share) else 0.0
@@ -198,12 +200,13 @@ class Owner:
         elif manner.delayed == "compensate" and delay and vectors:
             vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
         words = Words(COPY, (turn, first, last, bits(pace), loss, draw), vectors)
-        changed = self._see(self._places, words)
+        made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
         self._views.note(changed, self._tallies.updates + 1)
         self._tallies.delays[delay] += 1
         self._tallies.updates += 1
+        return made
 
     @torch.no_grad()
     def _compensated(self, rank: int, vectors: Sequence[Tensor], draw: int) -> list[Tensor]:
@@ -224,10 +227,11 @@ class Owner:
         return Words(COPY)
 
     @torch.no_grad()
-    def _see(self, places: Sequence[Place], words: Words) -> list[int]:
-        """Make the update of a piece on those slices that have not seen it. Returns which of them it has changed."""
+    def _see(self, places: Sequence[Place], words: Words) -> tuple[list[Place], list[int]]:
+        """Make the update of a piece on those slices that have not seen it. Returns where it was made, and which of the
+        places it has changed."""
         *piece, pace, loss, draw = words.numbers
-        seen, changed = Piece(*piece), set[int]()
+        seen, made, changed = Piece(*piece), list[Place](), set[int]()
         used = [bool(flag) for flag in words.vectors[-1].tolist()] if words.vectors else []
         for position, place in enumerate(places):
             left = [one for one in self._held[place] if seen not in one.seen]
@@ -237,9 +241,10 @@ class Owner:
                     part = gradient[one.start - place[1] : one.stop - place[1]]
                     if one.step(part, used, number(pace), self._manner.settings[seen.turn]):
                         changed.add(position)
+                    made.append((place[0], one.start, one.stop))
             for one in left:
                 one.seen[seen] = number(loss)
-        return sorted(changed)
+        return made, sorted(changed)
 
     def _decoded(self, place: Place, vector: Tensor, draw: int) -> Tensor:
         if vector.dtype != torch.uint8:
