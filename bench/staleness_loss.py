@@ -59,15 +59,17 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="0 is always among them")
     parser.add_argument("--timeout-s", type=float, default=180.0)
     parser.add_argument("--quick", action="store_true", help="one seed; saves to results/tmp")
     options = parser.parse_args(arguments)
     where = setting("staleness_loss.py", arguments)
     seeds = range(1, (1 if options.quick else options.seeds) + 1)
-    runs: dict[str, dict[str, list[Entry]]] = {model: {way: [] for way in WAYS} for model in options.models}
+    ways = ["0", *(way for way in options.ways if way != "0")]
+    runs: dict[str, dict[str, list[Entry]]] = {model: {way: [] for way in ways} for model in options.models}
     for seed in seeds:
         for model in options.models:
-            for way in WAYS:
+            for way in ways:
                 result = run_once(model, way, seed, options.timeout_s)
                 runs[model][way].append(result)
                 note(f"seed {seed}, {model}, {way}: {result['loss']:.4f} after {result['steps']} steps")

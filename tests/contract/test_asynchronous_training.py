@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from racing_rounds import MICROBATCHES, TURNS, WEIGHT, sized
+from racing_rounds import MICROBATCHES, TURNS, WEIGHT, Replica, lives, sized
 from ranks import in_threads, network
 from torch import Tensor, nn
 
@@ -167,3 +167,38 @@ def test_several_workers_learn_about_as_much_as_all_reduce_does() -> None:
         for mine, other in zip(ours, moved, strict=True):
             assert float((mine - other).norm()) < 0.2 * float(other.norm())
     assert issubclass(Asynchronous, AllReduce)
+
+
+@pytest.mark.parametrize(("workers", "servers", "copies"), [(1, 0, 1), (2, 1, 1), (3, 2, 2)])
+def test_an_update_has_the_learning_rate_of_its_own_step(workers: int, servers: int, copies: int) -> None:
+    """Also inside a round, and whoever makes it when."""
+    membership = sized(workers, servers)
+
+    def life(replica: Replica) -> Tensor:
+        replica.strategy.settings_ahead = lambda turns: [[{"lr": 1.0 / (1 + turn)}] for turn in range(turns)]
+        replica.round(membership)
+        return replica.model.weight.detach().clone()
+
+    for weight in lives(membership, life, None, copies=copies):
+        for turn, part in enumerate(weight.split(MICROBATCHES, 1)):
+            torch.testing.assert_close(part, torch.full_like(part, WEIGHT / (1 + turn)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("servers", [0, 1])
+def test_with_counts_a_piece_is_the_mean_over_what_is_counted(servers: int) -> None:
+    """One worker has all microbatches of a step in one piece: then it is the mean over the whole step."""
+    membership = sized(1, servers)
+
+    def life(replica: Replica) -> Tensor:
+        strategy = replica.strategy
+        strategy.counts = True
+        strategy.begin_step([WEIGHT] * MICROBATCHES)
+        for index, turn in strategy.work(membership.ranges[replica.comm.rank], TURNS):
+            compute = partial(replica.compute, turn, index)
+            strategy.forward_backward(Microbatch(turn, index, float(10 * (index + 1))), compute)
+        strategy.step(strategy.reduce([]).loss, lambda: 0.0)
+        return replica.model.weight.detach().clone()
+
+    for weight in lives(membership, life, None):
+        shares = torch.tensor([1.0, 2.0, 3.0, 4.0]) / 10
+        torch.testing.assert_close(weight[0].view(TURNS, MICROBATCHES), shares.expand(TURNS, -1), rtol=1e-5, atol=1e-6)
