@@ -6,6 +6,7 @@ Several seeds and more ways of doing it: bench/staleness_loss.py.
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from statistics import fmean
 
@@ -21,8 +22,10 @@ from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.strategy import Microbatch
 
 pytestmark = pytest.mark.usefixtures("one_thread_each")
-SEEDS, ROUNDS, TURNS = 3, 5, 12
-WORSE = {"cnn": 0.10, "lm": 0.10, "lstm": 0.05, "mlp": 0.10}  # than with waiting, as a share of what was learnt
+SEEDS, TURNS = 3, 12
+ROUNDS = {"cnn": 5, "lm": 3, "lstm": 8, "mlp": 5}
+RATES = {"cnn": 0.01}  # with 0.05, some seeds never learn anything, also with waiting
+WORSE = 0.1  # than with waiting at the most, as a share of what was learnt
 
 
 def samples_of(case: Case, step: int, index: int | None = None) -> tuple[Tensor, Tensor]:
@@ -33,35 +36,40 @@ def samples_of(case: Case, step: int, index: int | None = None) -> tuple[Tensor,
     return inputs[part], targets[part]
 
 
-def built(case: Case, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def built(name: str, case: Case, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     assert case.dropout_free is not None
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = case.dropout_free()
-    return model, case.optimizer(model)
+    optimizer = case.optimizer(model)
+    for group in optimizer.param_groups:
+        group["lr"] = RATES.get(name, group["lr"])
+    return model, optimizer
 
 
-def loss_at_end(case: Case, model: torch.nn.Module) -> float:
+def loss_of(case: Case, model: torch.nn.Module) -> float:
     inputs, targets = case.data.tensors  # type: ignore[attr-defined]
     with torch.no_grad():
         return float(case.loss(model(inputs), targets))
 
 
-def with_waiting(case: Case, seed: int) -> tuple[float, float]:
+@functools.cache
+def with_waiting(name: str, seed: int) -> tuple[float, float]:
     """The loss before and after."""
-    model, optimizer = built(case, seed)
-    before = loss_at_end(case, model)
-    for step in range(ROUNDS * TURNS):
+    case = CASES[name]()
+    model, optimizer = built(name, case, seed)
+    before = loss_of(case, model)
+    for step in range(ROUNDS[name] * TURNS):
         optimizer.zero_grad()
         for index in range(MICROBATCHES):
             inputs, targets = samples_of(case, step, index)
             (case.loss(model(inputs), targets) / MICROBATCHES).backward()
         optimizer.step()
-    return before, loss_at_end(case, model)
+    return before, loss_of(case, model)
 
 
-def without(case: Case, seed: int, bound: int | None, fresh: str) -> float:
-    membership = sized(2, 1)
+def without(name: str, seed: int, bound: int | None, fresh: str) -> float:
+    case, membership = CASES[name](), sized(2, 1)
 
     def life(number: int) -> float:
         comm = comms[number]
@@ -74,7 +82,7 @@ def without(case: Case, seed: int, bound: int | None, fresh: str) -> float:
 
         comm.reconfigure(membership)
         strategy.configure(membership)
-        for number_of_round in range(ROUNDS):
+        for number_of_round in range(ROUNDS[name]):
             strategy.begin_step([1 / MICROBATCHES] * MICROBATCHES)
             for index, turn in strategy.work(membership.ranges[comm.rank], TURNS):
                 step = number_of_round * TURNS + turn
@@ -82,9 +90,9 @@ def without(case: Case, seed: int, bound: int | None, fresh: str) -> float:
             strategy.reduce([])
             strategy.step(0.0, float)
         strategy.close()
-        return loss_at_end(case, model)
+        return loss_of(case, model)
 
-    models = {number: built(case, seed) for number in membership.members}
+    models = {number: built(name, case, seed) for number in membership.members}
     with network("threads", 30) as net:
         comms = net.comms(membership.members)
         return in_threads([partial(life, number) for number in membership.members], 90)[0]
@@ -93,9 +101,8 @@ def without(case: Case, seed: int, bound: int | None, fresh: str) -> float:
 @pytest.mark.parametrize(("bound", "fresh"), [(2, "pull"), (None, "pull"), (None, "push")])
 @pytest.mark.parametrize("name", CASES)
 def test_it_learns_about_as_much_as_with_waiting(name: str, bound: int | None, fresh: str) -> None:
-    case = CASES[name]()
-    waited = [with_waiting(case, seed) for seed in range(SEEDS)]
+    waited = [with_waiting(name, seed) for seed in range(SEEDS)]
     before, expected = fmean(row[0] for row in waited), fmean(row[1] for row in waited)
     assert expected < 0.8 * before, "the task shows nothing"
-    found = fmean(without(case, seed, bound, fresh) for seed in range(SEEDS))
-    assert found < expected + WORSE[name] * (before - expected), f"{found:.3f}, with waiting {expected:.3f}"
+    found = fmean(without(name, seed, bound, fresh) for seed in range(SEEDS))
+    assert found < expected + WORSE * (before - expected), f"{found:.3f}, with waiting {expected:.3f}"
