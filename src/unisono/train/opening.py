@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.codecs import Compression, parse_codec
-from unisono.comm.codecs.spelling import read
 from unisono.comm.faulty import faulty
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
@@ -228,7 +227,7 @@ def _servers(
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
-    _refuse_codes(spec.compress, context.spec.bound)
+    _refuse_codes(spec.compress)
     common = (
         request.model,
         request.optimizer,
@@ -257,12 +256,6 @@ def _servers(
 
 
 def _compression_of_slices(model: nn.Module, spec: JobSpec) -> Compression:
-    if read(spec.compress).name == "auto":
-        raise SetupError(
-            "--compress auto and --strategy ps do not go together",
-            cause="it chooses codecs for an all-reduce, by the links between workers",
-            do="name a codec, such as --compress int8",
-        )
     compression = parse_codec(spec.compress)
     trained = {str(p.dtype) for p in model.parameters() if p.requires_grad}
     if compression.codec is not None and trained and "torch.float32" not in trained:
@@ -274,19 +267,13 @@ def _compression_of_slices(model: nn.Module, spec: JobSpec) -> Compression:
     return compression
 
 
-def _refuse_codes(compress: str, bound: int | None) -> None:
+def _refuse_codes(compress: str) -> None:
     """What servers cannot be pushed compressed."""
     if compress == "auto":
         raise SetupError(
             "--strategy ps and --compress auto do not go together yet",
             cause="what a codec would save is predicted for all-reduce, not for pushes to servers",
             do="name a codec, such as --compress int8, or leave out --strategy ps",
-        )
-    if compress != "none" and bound != 0:
-        raise SetupError(
-            f"--compress {compress} and --staleness do not go together yet",
-            cause="codes are added over all microbatches of a step, and workers that do not wait push one by one",
-            do="leave out --staleness, or --compress",
         )
 
 
