@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ def broken_round(
     with network("threads", 15) as net:
         everyone = sorted({*before.members, *after.members})
         comms = net.comms(everyone)
+        ready = threading.Barrier(len(before.members))
 
         def life(number: int) -> Tensor | None:
             draw = random.Random(100 * seed + number)
@@ -48,6 +50,7 @@ def broken_round(
                 comms[number].reconfigure(before)
                 replica.heal(False)
                 replica.strategy.configure(before)
+                ready.wait(15)  # nobody dies before all have begun
                 if half_pushed and number == before.members[1]:
                     breaks_between_owners(replica, before, half_pushed)
                 try:
