@@ -35,9 +35,9 @@ class Coding:
         codec, self.feedback, self.clip = compression
         if isinstance(codec, PowerSGD):
             raise SetupError(
-                f"--compress {compression.name} cannot be used with --strategy ps",
+                f"--compress {compression.name} cannot be used with --staleness",
                 cause="it sends factors of whole matrices, and servers hold slices of them",
-                do="choose another codec, such as topk:0.01 or int4; or use all-reduce",
+                do="choose another codec, such as topk:0.01 or int4; or leave out --staleness",
             )
         self.seed = seed
         self._of_gradients: Codec | None = None if isinstance(codec, Plain) else codec
