@@ -87,6 +87,8 @@ def check_loose(run: Watch, finished: Finished, samples: int = 320) -> None:
     assert finished.result["samples"] == samples * EPOCHS
     assert all(math.isfinite(step.loss) for step in steps)
     check_nothing_failed(run)
+    for told in run.of(events.Staleness):
+        assert told.acknowledged <= told.applied, "an acknowledged update was lost"
     assert finished.run_dir is not None
     weights = load_file(RunDir(finished.run_dir).weights)
     assert all(np.isfinite(value).all() for value in weights.values())

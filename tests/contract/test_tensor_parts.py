@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_models import batch, build, loss_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch_worlds import in_world
 
+from tensor_models import batch, build, loss_of
 from unisono.parallel.tensor import apply
 from unisono.parallel.tensor_parts import (
     Part,

@@ -158,18 +158,52 @@ def assert_learnt(finished: Finished, together: Finished) -> None:
     assert steps[0].loss > 0.5, "the task is too easy to tell anything"
 
 
-@pytest.mark.parametrize(("staleness", "workers", "servers"), [("2", 3, 1), ("inf", 2, 2)])
+@pytest.mark.parametrize(
+    ("staleness", "workers", "servers", "more"),
+    [
+        ("2", 3, 1, ()),
+        ("inf", 2, 2, ()),
+        ("2", 2, 2, ("--fresh", "push")),
+        ("inf", 3, 0, ("--fresh", "push")),
+    ],
+)
 def test_with_staleness_the_loss_is_near_the_synchronous_one(
-    staleness: str, workers: int, servers: int, together: Finished, tmp_path: Path
+    staleness: str, workers: int, servers: int, more: tuple[str, ...], together: Finished, tmp_path: Path
 ) -> None:
     assert together.result is not None
     assert together.result["metrics"]["loss"] < 0.1
-    asked = (*ASKED, *SERVERS, "--servers", str(servers), "--staleness", staleness)
+    asked = (*ASKED, *SERVERS, "--servers", str(servers), "--staleness", staleness, *more)
     finished = run_unisono(CLOUDS, tmp_path, *asked, workers=workers)
     assert_learnt(finished, together)
     told = finished.events_of(events.Staleness)[-1]
     assert sum(told.leads.values()) == 121 * workers, "each piece is begun once"
     assert max(map(int, told.leads)) <= float(staleness)
+    shown = run_command(tmp_path, "show", str(finished.run_dir)).output
+    made = f"{121 * workers} pushed, {121 * workers} acknowledged, {121 * workers} applied, none lost"
+    assert made in shown
+    assert "staleness.svg" in shown
+
+
+@pytest.mark.parametrize(
+    ("compress", "more"),
+    [
+        ("int8", ("--staleness", "2")),
+        ("topk:0.05", ("--staleness", "inf", "--fresh", "push", "--servers", "2", "--copies", "2")),
+    ],
+)
+def test_with_codes_both_ways_it_learns_too(
+    compress: str, more: tuple[str, ...], together: Finished, tmp_path: Path
+) -> None:
+    """Wide enough for codes; with a schedule inside rounds, and weights of microbatches that are counted."""
+    schedule = "schedule = torch.optim.lr_scheduler.StepLR(optimizer, 50)\nunisono.Trainer("
+    more_of_trainer = "eval_data=DATA, schedule=schedule, count=lambda batch: float((batch[1] + 1).sum())"
+    text = CLOUDS.replace("24", "300").replace("unisono.Trainer(", schedule).replace("eval_data=DATA", more_of_trainer)
+    finished = run_unisono(text, tmp_path, *ASKED, *SERVERS, "--compress", compress, *more, workers=2)
+    steps = finished.events_of(events.StepFinished)
+    assert (steps[-1].step, steps[-1].samples, steps[-1].lr) == (121, 330 * 11, pytest.approx(0.05 / 100))
+    assert finished.result is not None
+    assert together.result is not None
+    assert finished.result["metrics"]["loss"] < together.result["metrics"]["loss"] + 0.05
 
 
 def test_with_more_servers_than_weights_the_losses_are_still_told(tmp_path: Path) -> None:
@@ -237,6 +271,12 @@ def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(together: Finished,
         ((*SERVERS, "--staleness", "-1"), ["staleness", "number of steps", "inf"]),
         ((*SERVERS, "--servers", "-1"), ["servers = -1"]),
         ((*SERVERS, "--servers", "x"), ["--servers", "integer"]),
+        ((*SERVERS, "--local-servers", "2"), ["2 local servers", "--servers 2"]),
+        ((*SERVERS, "--local-servers", "0"), ["--local-servers 0", "nobody can join", "--listen"]),
+        (("--local-servers", "1"), ["local_servers", "--strategy ps"]),
+        ((*SERVERS, "--fresh", "push"), ["with staleness 0", "--fresh"]),
+        ((*SERVERS, "--staleness", "1", "--fresh", "pulled"), ["fresh", "'pull'"]),
+        ((*SERVERS, "--staleness", "1", "--fresh", "push", "--delayed", "compensate"), ["--fresh pull"]),
         (("--strategy", "pss"), ["strategy", "'ps'"]),
     ],
     ids=" ".join,
@@ -265,11 +305,13 @@ unisono.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
         ("fit(optimizer=torch.optim.LBFGS)", (), ["LBFGS cannot run on parameter servers", "several times a step"]),
         ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "depends on"]),
         (OWN_LOOP, (), ["--strategy ps and a loop of one's own"]),
-        ("fit()", ("--compress", "fp16"), ["--strategy ps and --compress fp16"]),
+        ("fit()", ("--compress", "auto"), ["--strategy ps and --compress auto", "predicted", "--compress int8"]),
+        ("fit()", ("--staleness", "1", "--compress", "powersgd:2"), ["powersgd:2 cannot be used", "whole matrices"]),
+        ("fit(nn.Linear(4, 2).double())", ("--staleness", "1", "--compress", "int8"), ["codecs are for float32"]),
         ("fit()", ("--local-steps", "4"), ["--local-steps cannot take effect", "--strategy local"]),
         ("fit(data=unisono.Data(DATA, loader_processes=1))", ("--staleness", "inf"), ["loader_processes=1", "stale"]),
     ],
-    ids=["LBFGS", "Adafactor", "own loop", "compressed", "local steps", "loader processes"],
+    ids=["LBFGS", "Adafactor", "own loop", "auto", "low rank", "double", "local steps", "loader processes"],
 )  # fmt: skip
 def test_a_script_that_servers_cannot_run_ends_with_the_reason(
     text: str, options: tuple[str, ...], says: list[str], tmp_path: Path

@@ -47,12 +47,12 @@ class Pretend:
             self.said.setdefault(number, {})[message.kind] = message
         self.take(self.quorum.hear(message, host or "a", self.now_s))
 
-    def hello(self, host: str = "a", room: int = 4) -> None:
+    def hello(self, host: str = "a", room: int = 4, servers: int = 0) -> None:
         """With everything that this host knows of its workers."""
         mine = [number for number in self.said if self.host_of[number] == host]
         workers = [m.as_dict(message) for number in mine for message in self.said[number].values()]
         role = "owner" if host == "a" else "host"
-        hello = m.Hello(role=role, host=host, name=f"machine-{host}", room=room, workers=workers)
+        hello = m.Hello(role=role, host=host, name=f"machine-{host}", room=room, servers=servers, workers=workers)
         self.take(self.quorum.hear(hello, host, self.now_s))
 
     def take(self, orders: list[Order]) -> None:
@@ -142,9 +142,9 @@ class Pretend:
         self.orders.clear()
         return self
 
-    def join(self, host: str, room: int = 1) -> list[int]:
+    def join(self, host: str, room: int = 1, servers: int = 0) -> list[int]:
         """Another host comes, and its workers are started; their numbers."""
-        self.hello(host, room)
+        self.hello(host, room, servers)
         return self.obey_spawns()
 
     def restart_coordinator(self) -> None:

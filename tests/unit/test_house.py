@@ -66,8 +66,6 @@ TORCH_FREE = (
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 ALLOWED = {  # "path" or "path::function": why it is better long
     "src/unisono/cli/app.py::run": "a list of the command's options, each with its help, and three lines of work",
-    "tests/contract/test_asynchronous.py": "one driver of rounds with losses in the middle, and what must hold after",
-    "tests/contract/test_server.py": "one driver of steps with losses in the middle, and what must hold after each",
     "tests/unit/test_data_sources.py": "one table of damaged and odd inputs per data source; splitting it would "
     "repeat the small idx files that most of its tests share",
 }

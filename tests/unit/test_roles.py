@@ -100,7 +100,83 @@ def test_everybody_has_exactly_one_role_and_keeps_the_order(
     assert len(stayed) == min(len(serving), len(served & here)), "new ones serve only where old ones do not suffice"
 
 
+# --- where servers are wished for
+
+
+def on(host: str, *numbers: int) -> list[Worker]:
+    return [Worker(number, host) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "serving"),
+    [
+        ({}, [4, 5]),  # the newest, wherever they are
+        ({"a": 2}, [2, 3]),
+        ({"b": 1, "a": 2}, [3, 5]),  # what b takes, a need not
+        ({"b": 2, "a": 2}, [4, 5]),
+        ({"b": 1, "c": 1, "a": 0}, [4, 5]),  # of c nobody is here: the next best
+        ({"b": 9}, [4, 5]),
+        ({"b": 0, "a": 0}, [4, 5]),
+    ],
+)
+def test_servers_are_where_hosts_wish_for_them(wishes: dict[str, int], serving: list[int]) -> None:
+    members = [*on("a", 0, 1, 2, 3), *on("b", 4, 5)]
+    rules = Rules(min=1, max=4, servers=2)
+    computing, found = assigned(members, Current(), rules, 4, wishes)
+    assert numbers(found) == serving
+    assert sorted(numbers(computing + found)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_of_a_host_that_wishes_for_servers_those_go_on_that_serve() -> None:
+    members = [*on("a", 0, 1), *on("b", 2, 3, 4)]
+    before = Current(1, [0, 1, 3, 4, 2], [1, 1, 1, 1, 0])
+    computing, serving = assigned(members, before, Rules(min=1, max=4, servers=1), 4, {"b": 1, "a": 1})
+    assert (numbers(computing), numbers(serving)) == ([0, 1, 3, 4], [2])
+
+
 # --- in a run
+
+
+def test_a_host_that_joins_takes_the_server_and_the_owners_computes_instead() -> None:
+    run = Pretend(least=1, most=3, servers=1, servers_here=1).begin(3)
+    assert shares(run) == {0: 2, 1: 1, 2: 0}
+    assert run.join("b", room=1, servers=1) == [3]
+    run.ready(3)
+    assert shares(run) == {0: 1, 1: 1, 2: 1, 3: 0}
+    run.form()
+    run.die(3)
+    assert shares(run) == {0: 2, 1: 1, 2: 0}, "the newest that the owner has"
+    assert run.obey_spawns() == [4]
+    run.form()
+    run.ready(4)
+    assert shares(run) == {0: 1, 1: 1, 2: 1, 4: 0}, "its place is on b"
+
+
+def test_a_run_that_starts_none_begins_without_and_has_servers_once_they_come() -> None:
+    run = Pretend(least=2, most=2, servers=2).begin(2)
+    assert all(shares(run).values()), "who computes also serves"
+    assert run.join("b", room=2, servers=2) == [2, 3]
+    run.ready(2, 3)
+    assert [number for number, share in shares(run).items() if not share] == [2, 3]
+
+
+def test_a_host_whose_server_would_be_one_too_many_brings_workers() -> None:
+    run = Pretend(least=1, most=4, servers=1).begin(2)
+    run.join("b", room=2, servers=0)
+    run.ready(2, 3)
+    assert shares(run)[1] == 0, "who serves goes on serving"
+
+
+def test_a_coordinator_that_comes_back_remembers_who_wished_for_servers() -> None:
+    run = Pretend(least=1, most=3, servers=1, servers_here=1).begin(3)
+    run.join("b", room=1, servers=1)
+    run.ready(3)
+    run.form()
+    run.restart_coordinator()
+    run.hello()
+    run.hello("b", room=1, servers=1)
+    run.die(0)
+    assert [number for number, share in shares(run).items() if not share] == [3]
 
 
 def shares(run: Pretend) -> dict[int, int]:

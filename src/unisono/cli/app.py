@@ -186,6 +186,10 @@ def run(
         int | None,
         typer.Option(help="With --strategy ps: parameter servers besides the workers (default 1).", metavar="S"),
     ] = None,
+    local_servers: Annotated[
+        int | None,
+        typer.Option(help="With --listen: of them, those started here (default all).", metavar="N"),
+    ] = None,
     staleness: Annotated[
         str | None,
         typer.Option(help="With --strategy ps: steps that workers may be apart: 0 (default), more, or inf."),
@@ -197,6 +201,10 @@ def run(
     delayed: Annotated[
         str | None,
         typer.Option(help="With --staleness: gradients that come late are scaled (scale) or corrected (compensate)."),
+    ] = None,
+    fresh: Annotated[
+        str | None,
+        typer.Option(help="With --staleness: workers fetch weights (pull, default), or servers send them (push)."),
     ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
@@ -261,10 +269,10 @@ def run(
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
-        "servers": servers, "staleness": staleness, "copies": copies, "delayed": delayed,
-        "mesh": mesh, "zero": zero, "offload": offload, "schedule": schedule, "chunks": chunks,
-        "plaintext": plaintext, "noise_every": noise_every, "precision": precision, "compile": compile_,
-        "recompute": recompute,
+        "servers": servers, "local_servers": local_servers, "staleness": staleness, "copies": copies,
+        "delayed": delayed, "fresh": fresh, "mesh": mesh, "zero": zero, "offload": offload, "schedule": schedule,
+        "chunks": chunks, "plaintext": plaintext, "noise_every": noise_every, "precision": precision,
+        "compile": compile_, "recompute": recompute,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}
@@ -373,11 +381,20 @@ def join(
         str | None, typer.Option("--address", help="The IP at which the others reach this machine.", metavar="IP")
     ] = None,
     script: Annotated[str | None, typer.Option(help="Where the run's script is on this machine.")] = None,
+    servers: Annotated[
+        int, typer.Option(help="How many of the run's parameter servers, besides the workers.", metavar="N", min=0)
+    ] = 0,
 ) -> None:
-    """Add this machine's workers to a run that listens on another one."""
+    """Add this machine's workers, and servers, to a run that listens on another one."""
     from unisono.control.agent import join_run
+    from unisono.core.errors import UsageError
 
-    raise SystemExit(join_run(address, secret, workers, own_address or "", script or ""))
+    if workers is not None and workers < (0 if servers else 1):
+        raise UsageError(
+            f"--workers {workers}: a machine that joins brings something",
+            do="write --workers 1 or more; or --workers 0 --servers 1 for a parameter server alone",
+        )
+    raise SystemExit(join_run(address, secret, workers, own_address or "", script or "", servers))
 
 
 @app.command()

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from unisono.control.codec_report import FILE_NAME as CODEC_FILE_NAME
 from unisono.control.codec_report import write_codec_plot
 from unisono.control.comm_report import FILE_NAME, choices_table, series_of, write_plot
 from unisono.control.comm_report import summary as measured
+from unisono.control.staleness_report import FILE_NAME as STALENESS_FILE_NAME
+from unisono.control.staleness_report import write_staleness_plot
 from unisono.control.story import formatted, shortened, write_story
 from unisono.control.strips import STYLES, compact_history
 from unisono.control.summary import Summary, summarise
@@ -101,6 +103,8 @@ def show_run(name: str) -> None:
         _print_communication(console, summary, run_dir)
     if summary.codecs.chosen:
         _print_codecs(console, summary, run_dir)
+    if summary.staleness.last:
+        _print_plot(console, lambda: write_staleness_plot(run_dir.path / STALENESS_FILE_NAME, summary.staleness))
     if summary.history.is_eventful:
         _print_what_happened(console, summary, run_dir)
 
@@ -131,11 +135,8 @@ def _print_communication(console: Console, summary: Summary, run_dir: RunDir) ->
     console.print()
     for line in choices_table(last):
         console.print(line, highlight=False, markup=False)
-    try:
-        plot = write_plot(run_dir.path / FILE_NAME, series_of(summary.chosen), "all-reduce", slowest_link(last))
-        console.print(f"plot      {plot}", highlight=False, markup=False)
-    except OSError as error:
-        console.print(f"plot      not written: {error.strerror}", highlight=False, markup=False)
+    series, link = series_of(summary.chosen), slowest_link(last)
+    _print_plot(console, lambda: write_plot(run_dir.path / FILE_NAME, series, "all-reduce", link))
 
 
 def _print_codecs(console: Console, summary: Summary, run_dir: RunDir) -> None:
@@ -144,9 +145,13 @@ def _print_codecs(console: Console, summary: Summary, run_dir: RunDir) -> None:
     console.print()
     for line in codecs.lines():
         console.print(line, highlight=False, markup=False)
+    _print_plot(console, lambda: write_codec_plot(run_dir.path / CODEC_FILE_NAME, codecs))
+
+
+def _print_plot(console: Console, write: Callable[[], Path]) -> None:
+    """Where it lies; nothing fails because a picture cannot be written."""
     try:
-        plot = write_codec_plot(run_dir.path / CODEC_FILE_NAME, codecs)
-        console.print(f"plot      {plot}", highlight=False, markup=False)
+        console.print(f"plot      {write()}", highlight=False, markup=False)
     except OSError as error:
         console.print(f"plot      not written: {error.strerror}", highlight=False, markup=False)
 

@@ -37,7 +37,7 @@ _GONE_S = 7.0  # the run's machine answers, but nobody listens there: a coordina
 _LAST_WORDS_S = 2.0
 
 
-def join_run(address: str, secret: str, workers: int | None, own_address: str, script: str) -> int:
+def join_run(address: str, secret: str, workers: int | None, own_address: str, script: str, servers: int = 0) -> int:
     """Take part until the run ends, or until this machine is asked to leave. Returns the exit code."""
     if not secret:
         raise JoinError("a join secret is needed", do="copy the line that unisono run --listen printed")
@@ -47,13 +47,18 @@ def join_run(address: str, secret: str, workers: int | None, own_address: str, s
     for finding in meeting.findings:
         if finding.error is not None:
             raise finding.error
-    room = workers or max(1, (os.cpu_count() or 1) // meeting.spec.threads)
-    return Agent(door, meeting, room).run()
+    if servers and not meeting.spec.serving:
+        raise JoinError(
+            f"--servers {servers} cannot take effect: the run at {ip}:{port} has no parameter servers",
+            do="leave out --servers; or start the run with --strategy ps --servers N",
+        )
+    room = max(1, (os.cpu_count() or 1) // meeting.spec.threads) if workers is None else workers
+    return Agent(door, meeting, room + servers, servers).run()
 
 
 class Agent:
-    def __init__(self, door: Door, meeting: Meeting, room: int) -> None:
-        self.door, self.meeting, self.room = door, meeting, room
+    def __init__(self, door: Door, meeting: Meeting, room: int, servers: int = 0) -> None:
+        self.door, self.meeting, self.room, self.servers = door, meeting, room, servers
         self.spec = meeting.spec
         self.id, self.name = uuid.uuid4().hex[:12], socket.gethostname()
         self.selector = selectors.DefaultSelector()
@@ -110,6 +115,7 @@ class Agent:
             name=self.name,
             address=self.meeting.own_ip,
             room=0 if self.asked_to_leave_by else self.room,
+            servers=0 if self.asked_to_leave_by else self.servers,
             workers=self.host.snapshot(),
         )
 

@@ -20,8 +20,8 @@ from unisono.core.run_dir import write_atomically
 
 FILE_NAME = "comm.svg"
 _WIDEST_MATRIX = 10  # workers
-_INK, _PALE, _RULE = "#24292f", "#6e7781", "#d8dee4"
-_COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#57606a", "#9a6700")
+_INK, PALE, RULE = "#24292f", "#6e7781", "#d8dee4"
+COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#8250df", "#bc4c00", "#bf3989", "#57606a", "#9a6700")
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 860, 470, 76, 170, 64, 52
 _LABEL_APART = 14.0
 
@@ -141,20 +141,28 @@ def write_plot(path: Path, series: Sequence[Series], title: str, subtitle: str =
 def draw(series: Sequence[Series], title: str, subtitle: str = "") -> str:
     """Time by size, both logarithmic, as the text of an SVG file."""
     sheet = _Sheet.around(series)
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(dict.fromkeys(s.name for s in series))}
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(dict.fromkeys(s.name for s in series))}
     body = [
-        _text(_LEFT, 26, title, 'font-size="15" font-weight="600"'),
-        _text(_LEFT, 46, subtitle, f'fill="{_PALE}"'),
         *_grid(sheet),
         *(part for line in series for part in _line(sheet, line, colours[line.name])),
         *_labels(sheet, series, colours),
+    ]
+    return framed(body, title, subtitle)
+
+
+def framed(body: Sequence[str], title: str, subtitle: str = "") -> str:
+    """A drawing of 860 by 470 with a heading, as the text of an SVG file."""
+    heading = [
+        words_at(_LEFT, 26, title, 'font-size="15" font-weight="600"'),
+        words_at(_LEFT, 46, subtitle, f'fill="{PALE}"'),
     ]
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, '
         f'sans-serif" font-size="12" fill="{_INK}">'
     )
-    return "\n".join([opening, f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>', *body, "</svg>"]) + "\n"
+    paper = f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>'
+    return "\n".join([opening, paper, *heading, *body, "</svg>"]) + "\n"
 
 
 @dataclass(frozen=True)
@@ -185,16 +193,16 @@ def _grid(sheet: _Sheet) -> Iterator[str]:
     floor = _HEIGHT - _BOTTOM
     for power in range(int(sheet.low), int(sheet.high) + 1):
         y = sheet.y(10.0**power)
-        yield f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_RULE}"/>'
-        yield _text(_LEFT - 8, y + 4, seconds_of(10.0**power), f'text-anchor="end" font-size="11" fill="{_PALE}"')
+        yield f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{RULE}"/>'
+        yield words_at(_LEFT - 8, y + 4, seconds_of(10.0**power), f'text-anchor="end" font-size="11" fill="{PALE}"')
     every = 2 if sheet.right - sheet.left <= 22 else 4
     for power in range(math.ceil(sheet.left), int(sheet.right) + 1):
         if power % every == 0:
             x = sheet.x(2.0**power)
-            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="{_PALE}"/>'
-            yield _text(x, floor + 18, size_of(2.0**power), f'text-anchor="middle" font-size="11" fill="{_PALE}"')
+            yield f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{floor}" y2="{floor + 4}" stroke="{PALE}"/>'
+            yield words_at(x, floor + 18, size_of(2.0**power), f'text-anchor="middle" font-size="11" fill="{PALE}"')
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    yield _text(middle, floor + 38, "size of the vector", f'text-anchor="middle" font-size="11" fill="{_PALE}"')
+    yield words_at(middle, floor + 38, "size of the vector", f'text-anchor="middle" font-size="11" fill="{PALE}"')
 
 
 def _line(sheet: _Sheet, series: Series, colour: str) -> Iterator[str]:
@@ -223,13 +231,13 @@ def _labels(sheet: _Sheet, series: Sequence[Series], colours: Mapping[str, str])
     for name in sorted(ends, key=lambda name: ends[name]):
         y = max(ends[name], free_from)
         free_from = y + _LABEL_APART
-        yield _text(_WIDTH - _RIGHT + 14, y + 4, name, f'fill="{colours[name]}" font-weight="600"')
+        yield words_at(_WIDTH - _RIGHT + 14, y + 4, name, f'fill="{colours[name]}" font-weight="600"')
     if any(line.dashed for line in series):
-        where = f'font-size="11" fill="{_PALE}"'
-        yield _text(_WIDTH - _RIGHT + 14, free_from + 12, "dashed: predicted", where)
+        where = f'font-size="11" fill="{PALE}"'
+        yield words_at(_WIDTH - _RIGHT + 14, free_from + 12, "dashed: predicted", where)
 
 
-def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+def words_at(x: float, y: float, text: str, attributes: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{_safe(text)}</text>'
 
 

@@ -60,6 +60,11 @@ def _check_workers(spec: RunSpec) -> None:
             f"--local {spec.local} is less than the minimum of {low}, and nobody can join",
             do="add --listen so that other machines can bring the rest, or leave --local out",
         )
+    if not spec.listen and spec.serving_here < spec.serving:
+        raise UsageError(
+            f"--local-servers {spec.serving_here} is less than all {spec.serving}, and nobody can join",
+            do="add --listen so that other machines can bring the rest, or leave --local-servers out",
+        )
 
 
 def _check_script(script: str) -> None:

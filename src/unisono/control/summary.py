@@ -14,9 +14,10 @@ from typing import Any
 
 from unisono.control.codec_report import CodecsInUse
 from unisono.control.history import History
+from unisono.control.staleness_report import StalenessTold
 from unisono.control.story import Story
 from unisono.core import events
-from unisono.core.comm_words import describe_choice, describe_staleness, slowest_link
+from unisono.core.comm_words import describe_choice, slowest_link
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, describe_reading, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
@@ -41,7 +42,7 @@ class Summary:
     saved: events.CheckpointSaved | None = None
     read: events.DataRead = field(default_factory=events.DataRead)
     noise: str = ""
-    staleness: events.Staleness | None = None
+    staleness: StalenessTold = field(default_factory=StalenessTold)
     chosen: list[events.CommChosen] = field(default_factory=list)
     codecs: CodecsInUse = field(default_factory=CodecsInUse)
     evaluations: list[events.Evaluated] = field(default_factory=list)
@@ -81,7 +82,8 @@ class Summary:
             ("noise", self.noise),
             ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
             ("compress", self.codecs.words),
-            ("staleness", describe_staleness(self.staleness) if self.staleness else ""),
+            ("staleness", self.staleness.words),
+            ("updates", self.staleness.updates),
             ("slowest link", slowest_link(measured) if measured else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result.get("weights_sha256") else ""),
@@ -131,7 +133,7 @@ def _take(summary: Summary, event: events.Event) -> None:
     elif isinstance(event, events.MembershipChanged):
         summary.generation = event.generation
         summary.ranges = {
-            str(worker): f"{first}..{last - 1}" if last - first > 1 else str(first)
+            str(worker): f"{first}..{last - 1}" if last - first > 1 else str(first) if last > first else "serves"
             for worker, (first, last) in zip(event.members, event.ranges, strict=False)
         }
     elif isinstance(event, events.CheckpointSaved):
@@ -141,7 +143,7 @@ def _take(summary: Summary, event: events.Event) -> None:
     elif isinstance(event, events.NoiseScale):
         summary.noise = event.text
     elif isinstance(event, events.Staleness):
-        summary.staleness = event
+        summary.staleness.take(event)
     elif isinstance(event, events.CommChosen):
         summary.chosen.append(event)
     elif isinstance(event, events.CodecsChosen | events.CodecChanged):

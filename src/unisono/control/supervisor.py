@@ -57,7 +57,7 @@ class Supervisor:
         self.token = uuid.uuid4().hex
         self.id = uuid.uuid4().hex[:12]
         self.name = socket.gethostname()
-        self.local = (spec.local or (spec.workers.min if spec.listen else spec.workers.max)) + spec.serving
+        self.local = (spec.local or (spec.workers.min if spec.listen else spec.workers.max)) + spec.serving_here
         self.selector = selectors.DefaultSelector()
         self.failures: list[events.WorkerFailed] = []
         self.members: set[int] = set()  # of the newest generation that was formed
@@ -150,6 +150,7 @@ class Supervisor:
             "balance": self.spec.balance and self.spec.bound == 0,
             "open_door": bool(self.spec.listen),
             "servers": self.spec.serving,
+            "servers_here": self.spec.serving_here,
         }
         settings = {
             "journal": str(self.run_dir.path.absolute() / "journal.jsonl"),
@@ -165,8 +166,8 @@ class Supervisor:
             events.RunStarted(
                 name=self.spec.name,
                 script=self.spec.script,
-                workers=self.local - self.spec.serving,
-                servers=self.spec.serving,
+                workers=self.local - self.spec.serving_here,
+                servers=self.spec.serving_here,
                 host=self.name,
                 pid=os.getpid(),
             )

@@ -92,3 +92,6 @@ class Staleness(Event):
     bound: int | None  # that was asked for; None: any
     leads: dict[str, int]  # steps ahead of the oldest unfinished one, when a piece was begun: how often
     delays: dict[str, int]  # updates made between a worker's pull and its push, on the first server: how often
+    pushed: int = 0  # in the round that has just ended, by the workers that are there
+    acknowledged: int = 0  # those of them whose worker was told that they were made
+    applied: int = 0  # pieces of the round that every server has made

@@ -25,8 +25,8 @@ from unisono.core.mesh import Mesh, parse_mesh
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "mesh", "precision", "compile",
-    "recompute",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "fresh", "mesh", "precision",
+    "compile", "recompute",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16-all", "fp16", "fp8")
 COMPILES = ("none", "blocks", "whole", "tuned")
@@ -107,9 +107,11 @@ class RunSpec(BaseModel):
     outer: Literal["", "average", "nesterov"] = ""
     fragments: int | None = Field(default=None, ge=1)
     servers: int | None = Field(default=None, ge=0)
+    local_servers: int | None = Field(default=None, ge=0)
     staleness: str = ""
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
+    fresh: Literal["", "pull", "push"] = ""
     mesh: str = ""  # the shape of a replica; how many there are is `workers`
     zero: Literal[1, 2, 3] | None = None
     offload: bool = False
@@ -124,6 +126,11 @@ class RunSpec(BaseModel):
     def serving(self) -> int:
         """How many servers there are besides the workers."""
         return 0 if self.strategy != "ps" else 1 if self.servers is None else self.servers
+
+    @property
+    def serving_here(self) -> int:
+        """How many of them the run's own machine starts; others are brought by machines that join."""
+        return self.serving if self.local_servers is None else self.local_servers
 
     @property
     def replica(self) -> Mesh:
@@ -158,12 +165,21 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        names = ("servers", "staleness", "copies", "delayed")
+        names = ("servers", "local_servers", "staleness", "copies", "delayed", "fresh")
         given = [name for name in names if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
         if self.delayed and self.bound == 0:
             raise ValueError("with staleness 0 nothing is late; add --staleness, or leave out --delayed")
+        if self.serving_here > self.serving:
+            raise ValueError(f"{self.serving_here} local servers are more than all; add --servers {self.serving_here}")
+        if self.fresh and self.bound == 0:
+            raise ValueError("with staleness 0 all get weights at once; add --staleness, or leave out --fresh")
+        if self.fresh == "push" and self.delayed == "compensate":
+            raise ValueError(
+                "--delayed compensate needs to know of which weights a gradient is, unknown with --fresh push; "
+                "use --fresh pull, or --delayed scale"
+            )
         if (self.copies or 1) > max(1, self.serving):
             raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
         return self
@@ -222,6 +238,7 @@ class JobSpec(BaseModel):
     local: str = ""  # how replicas update on their own, empty: not at all
     staleness: str = ""  # how far workers may be apart, empty: not at all
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
+    fresh: str = ""  # how weights come to workers that do not wait for each other, empty: pulled
     mesh: str = ""  # the shape of a replica, empty: one rank
     sharing: str = ""  # how its ranks share the work, where that decides bits
     precision: str = "fp32"

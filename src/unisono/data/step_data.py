@@ -30,6 +30,11 @@ class StepData:
     def turns(self) -> int:
         return len(self.by_turn) or 1
 
+    @property
+    def is_anybodys(self) -> bool:
+        """Nobody knows beforehand who reads what."""
+        return self.fetch is not _nothing
+
     def weight(self, turn: int, microbatch: int) -> float:
         """What share of its turn a microbatch is."""
         return self.by_turn[turn][microbatch] / sum(self.by_turn[turn])

@@ -124,7 +124,7 @@ class Quorum:
         known = self.roster.hosts.get(host)
         self.roster.owner = host if message.role == "owner" else self.roster.owner
         leaving = known is not None and known.leaving
-        self.roster.hosts[host] = Host(host, message.name, message.room, leaving, now_s)
+        self.roster.hosts[host] = Host(host, message.name, message.room, message.servers, leaving, now_s)
         told = [inner for data in message.workers if (inner := m.from_dict(data)) is not None]
         for inner in told:  # all of it, before anything is decided
             self._note(inner, host, now_s)
@@ -316,7 +316,7 @@ class Quorum:
         roster = self.roster
         # The first worker writes the result, so it should live where the run's directory is.
         by_place = sorted(decision.members, key=lambda worker: (worker.host != roster.owner, worker.number))
-        members, servers = roles.assigned(by_place, roster.current, roster.rules, roster.target)
+        members, servers = roles.assigned(by_place, roster.current, roster.rules, roster.target, roster.wishes)
         roster.current = Current(
             generation=roster.current.generation + 1,
             members=[worker.number for worker in (*members, *servers)],

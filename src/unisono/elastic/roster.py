@@ -27,6 +27,7 @@ class Rules:
     balance: bool = True
     open_door: bool = False  # other hosts may join
     servers: int = 0  # besides the workers
+    servers_here: int = 0  # of them, those that the owner starts by itself
 
 
 @dataclass(eq=False)
@@ -84,6 +85,7 @@ class Host:
     id: str
     name: str
     room: int = 0
+    servers: int = 0  # that it would like to take, of those of the run
     leaving: bool = False
     heard_s: float = 0.0
     away: bool = False
@@ -167,6 +169,12 @@ class Roster:
     def wanted(self) -> int:
         """How many there should be, servers included."""
         return self.target + self.rules.servers
+
+    @property
+    def wishes(self) -> dict[str, int]:
+        """By host, how many servers should be there. What others take, the owner need not."""
+        others = {host.id: host.servers for host in self.hosts.values() if host.id != self.owner}
+        return {**others, self.owner: self.rules.servers_here}
 
     @property
     def members(self) -> list[Worker]:

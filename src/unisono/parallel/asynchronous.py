@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter servers with staleness: workers push and pull at their own pace, and meet at the end of a round.
 
-A round is some steps. Inside it, each worker takes a piece of a step from the clock, computes it on the newest weights
-that it has, pushes its gradient to the owners of the slices and gets their weights back. Each push is an update, made
-in the order of arrival with the learning rate times the piece's share of its step, so that a step moves the weights
-about as far as it would with everybody waiting. An owner remembers the pieces that it has seen: after a loss, the round
-goes on, and no piece counts twice or not at all. Called by the loop through `Strategy`.
+A round is some steps. Inside it, each worker takes a piece of a step from the clock, computes it on fresh weights
+(pulled or pushed: see `fresh`) and pushes its gradient to the owners of the slices. Each push is an update, made in the
+order of arrival with the learning rate times the piece's share of its step, so that a step moves the weights about as
+far as it would with everybody waiting. An owner remembers the pieces that it has seen: after a loss, the round goes on,
+and no piece counts twice or not at all. Called by the loop through `Strategy`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.comm.asking import Asker, Room, Words
+from unisono.comm.codecs import NONE, Compression
 from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.tree import Landing
@@ -28,34 +29,54 @@ from unisono.core import events
 from unisono.core.errors import NonFiniteLoss, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
+from unisono.parallel.coding import Coding, Outgoing
+from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
-from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Delayed, Owner, Tallies, bits, spans
+from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import in_memory, pace_of
-from unisono.parallel.slices import Seen, segments
+from unisono.parallel.slice_optimizer import Settings, pace_of
+from unisono.parallel.slices import Place, Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
+from unisono.parallel.views import Views, owned_by
 
 _SEEN_TAG = (1 << 25) + 8
 
+SettingsAhead = Callable[[int], Sequence[Settings]]
+"""The optimizer's settings for each of so many turns to come."""
+
+
+def _as_they_are(turns: int) -> Sequence[Settings]:
+    return [()] * turns
+
 
 class Asynchronous(ParameterServer):
-    """`bound`: how many steps a worker may be ahead of the slowest; None: any number."""
+    """`bound`: how many steps a worker may be ahead of the slowest; None: any number. `fresh`: how weights come to
+    workers. `compression` of what travels both ways, with draws from `seed`."""
+
+    skips = False  # pieces whose loss is not finite
+    counts = False  # weights of microbatches are counts of whatever they are means over, not shares of their step
 
     def __init__(
         self,
         *arguments: Any,
         bound: int | None = None,
         delayed: Delayed = "",
+        fresh: Fresh = "pull",
+        compression: Compression = NONE,
+        seed: int = 0,
         emit: events.Sink = lambda _: None,
         **keywords: Any,
     ) -> None:
         super().__init__(*arguments, **keywords)
-        self.bound, self.delayed, self.emit = bound, delayed, emit
-        self.skips = False  # pieces whose loss is not finite
-        _refuse_mixed(self.model)
+        self.bound, self.delayed, self.fresh, self.emit = bound, delayed, fresh, emit
+        self.settings_ahead: SettingsAhead = _as_they_are
+        self._coding = Coding(compression, seed)
+        self._outgoing = Outgoing(self.comm, self._coding)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
         self._owner: Owner | None = None  # while a round is on
+        self._source: Source | None = None  # likewise
+        self._views: Views | None = None
         self._finished: Seen = {}
         self._ranges: list[range] = []
         self._round = -1  # whose pieces the slices have seen
@@ -64,16 +85,31 @@ class Asynchronous(ParameterServer):
 
     def configure(self, membership: Membership | None) -> None:
         if membership is None:
-            if self._owner is not None:
-                self._owner.stop()
-            self._owner = None
+            self._break_round()
         super().configure(membership)
         if membership is not None:
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
             self._rooms = [Room() for _ in membership.members]
-            self.tallies.rooms = {}
-            self._known = dict.fromkeys(membership.owners, -1)  # versions of the weights that we have of each
+            self._holdings, self._views = Holdings(membership), None
             self._ask_what_was_seen(membership)
+
+    def _break_round(self) -> None:
+        """The threads of a round end with its generation."""
+        if self._owner is not None or self._source is not None:
+            self.comm.abort(self.comm.generation + 1)
+        if self._owner is not None:
+            self._owner.stop()
+        if self._source is not None:
+            self._source.end()
+        self._owner, self._source = None, None
+
+    def _follow(self) -> Gradients:
+        """Slices are others from now on, so what the codes of the old ones could not say has no place any more."""
+        if self._outgoing.owes:
+            text = "what the compression has not sent yet was dropped: other parameters train from now on"
+            self.emit(events.Notice(code="carried-lost", text=text))
+        self._outgoing, self._views = Outgoing(self.comm, self._coding), None
+        return super()._follow()
 
     def _settle_versions(self, gradients: Gradients) -> None:
         """Each piece is counted by itself."""
@@ -86,6 +122,8 @@ class Asynchronous(ParameterServer):
         super().state_in(state)
         self._round = state.get("round", -1)
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
+        if not self._begun:  # from a checkpoint: what has not been said belongs to steps that are gone
+            self._outgoing = Outgoing(self.comm, self._coding)
 
     def steps_in(self, turns: int) -> int:
         return turns
@@ -96,10 +134,18 @@ class Asynchronous(ParameterServer):
         mine = [[*piece, loss] for piece, loss in held[0].seen.items()] if held else []
         mine = [row for row in mine if all(tuple(row[:3]) in one.seen for one in held)]
         ranges = [[part.start, part.stop] for part in self._ranges]
-        tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges}
+        parts = [[place[0], one.start, one.stop, [*one.seen]] for place, some in self._held.items() for one in some]
+        tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges, "parts": parts}
         trees = hand_round(self.comm, tree, range(self.comm.size), _SEEN_TAG)
         under_way = [tree for tree in trees if tree["owns"] and tree["round"] == self.version]
         self._finished, self._ranges = {}, []
+        self._outgoing.made(
+            (bucket, start, stop)
+            for tree in under_way
+            for bucket, start, stop, pieces in tree["parts"]
+            if any(tuple(piece) == self._outgoing.under_way for piece in pieces)
+        )
+        self._outgoing.under_way = None
         if under_way and len(under_way) == sum(tree["owns"] for tree in trees):
             rows = [{tuple(row[:3]): row[3] for row in tree["seen"]} for tree in under_way]
             self._finished = {piece: loss for piece, loss in rows[0].items() if all(piece in row for row in rows)}
@@ -112,39 +158,48 @@ class Asynchronous(ParameterServer):
         super().begin_step(weights)
         if self._round != self.version:
             self._round = self.version
+            self.tallies.pushed = self.tallies.acknowledged = 0
             for held in self._held.values():
                 for one in held:
                     one.seen = {}
 
     def work(self, mine: range, turns: int) -> Iterator[tuple[int, int]]:
         """The microbatches to compute, as the clock hands them out, and the turn of each."""
-        owners = self._membership.owners
         self._asker = Asker(self.comm)
-        if self.comm.rank in owners:
+        if self.comm.rank in self._membership.owners:
             self._owner = self._own(turns)
-        if not len(mine):
-            self._end_round()
-            return
-        if min(self._known.values()) < 0:
-            self._fetch(PULL)
-        last: Piece | None = None
-        complete = 0  # our weights have seen everything before this step
-        while (found := self._next_piece(last)) is not None:
-            piece, oldest = found
-            if self.bound is not None and piece.turn - self.bound > complete:
-                self._fetch(PULL)
-            self._begin_piece(piece)
-            for index in range(piece.first, piece.last):
-                yield index, piece.turn
-            self._push(piece)
-            last, complete = piece, oldest
+        if len(mine):
+            source, piece = self._open_source(), None
+            while (piece := source.next_piece(piece)) is not None:
+                self._begin_piece(piece)
+                for index in range(piece.first, piece.last):
+                    yield index, piece.turn
+                self.tallies.pushed += 1
+                self._push(piece)
+                self.tallies.acknowledged += 1
         self._end_round()
+
+    def _open_source(self) -> Source:
+        gradients, coding, known = self._gradients, self._coding, self._holdings.known
+        assert gradients is not None
+        places = {rank: owned_by(rank, gradients.layout, self._membership) for rank in known}
+
+        def put(rank: int, which: int, vector: Tensor, draw: int) -> None:
+            self._holdings.put(places[rank][which], vector, draw, gradients, coding)
+
+        if self.fresh == "push":
+            self._source = Pushed(self.comm, self._begin_asking, known, put, self.bound)
+        else:
+            self._source = Pulled(self._begin_asking, known, put, self.bound)
+        return self._source
 
     def _end_round(self) -> None:
         """All wait here, servers for the workers and workers for nobody: to those who look for who is late, servers do
         what workers do."""
-        if len(self._assignment.mine):
+        if self._source is not None:
             self._asker.farewell([rank for rank in self._membership.owners if rank != self.comm.rank])
+            self._source.end()
+            self._source = None
         if self._owner is not None:
             self._owner.finish()
             self._owner = None
@@ -155,23 +210,12 @@ class Asynchronous(ParameterServer):
         clock = None
         if self.comm.rank == self._membership.owners[0]:
             clock = Clock(turns, self._ranges, self.bound, {Piece(*piece) for piece in self._finished})
-        kind = self._buckets(gradients)[0]
-        return Owner(
-            self.comm,
-            self._membership,
-            self._held,
-            gradients.layout,
-            kind,
-            self.tallies,
-            clock,
-            self.copies,
-            self._pace,
-            self.delayed,
-        )
-
-    def _next_piece(self, finished: Piece | None) -> tuple[Piece, int] | None:
-        words = self._ask(self._membership.owners[0], Words(TAKE, finished or ()))
-        return (Piece(*words.numbers[:3]), words.numbers[3]) if words.what == PIECE else None
+        layout, membership = gradients.layout, self._membership
+        if self._views is None:
+            places, keeps = owned_by(self.comm.rank, layout, membership), self.delayed == "compensate"
+            self._views = Views(self.comm, places, self._held, self._coding, keeps)
+        manner = Manner(self._pace, self.settings_ahead(turns), self._coding, self.delayed, self.fresh == "push")
+        return Owner(self.comm, membership, self._held, layout, self._views, self.tallies, clock, self.copies, manner)
 
     def _begin_piece(self, piece: Piece) -> None:
         assert self._gradients is not None
@@ -200,42 +244,43 @@ class Asynchronous(ParameterServer):
             self._share += microbatch.weight
             self._loss += value * microbatch.weight
             if loss.requires_grad and math.isfinite(value):
-                (loss * (microbatch.weight / self._nominal)).backward()  # type: ignore[no-untyped-call]
+                weight = microbatch.weight if self.counts else microbatch.weight / self._nominal
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._gradients.end_microbatch()
 
     @torch.no_grad()
     def _push(self, piece: Piece) -> None:
         gradients = self._gradients
         assert gradients is not None
-        gradients.publish(gradients.used)
-        self.before_update()
         loss = self._loss / self._share if self._share else 0.0
         counts = self._nominal if self._share and math.isfinite(loss) else 0.0
-        self._fetch(PUSH, (*piece, bits(counts), bits(loss)), gradients)
+        draw = self._coding.draw("codes of gradients", self._round, *piece)
+        if counts:
+            self._prepare(piece, gradients)
+        asked = []
+        for rank in self._membership.owners:
+            vectors = [*self._slices_of(rank, gradients, draw), _flags(gradients.used)] if counts else []
+            words = Words(PUSH, (self._holdings.known[rank], *piece, bits(counts), bits(loss), draw), vectors)
+            asked.append(self._begin_asking(rank, words))
+        for wait in asked:
+            answer = wait()
+            for told in answer.vectors:
+                self._outgoing.made(_places(told.tolist()))
+        self._outgoing.under_way = None
+
+    def _prepare(self, piece: Piece, gradients: Gradients) -> None:
+        """What is done to the gradient of a piece as a whole before it is cut into slices."""
+        if self.counts:
+            for bucket in self._buckets(gradients):
+                bucket.div_(self._share)
+        gradients.publish(gradients.used)
+        self.before_update()
+        self._outgoing.begin(piece, self._buckets(gradients), gradients.layout, self._pace(self._nominal))
 
     def _skip(self, microbatch: Microbatch, value: float) -> None:
         """The whole piece is left out, and counts as done."""
         what = f"the loss is {value} at step {microbatch.step + 1}, microbatch {microbatch.index}"
         self.emit(events.StepSkipped(step=microbatch.step + 1, because=what))
-
-    @torch.no_grad()
-    def _fetch(self, what: int, numbers: Sequence[int] = (), pushed: Gradients | None = None) -> None:
-        """Ask every owner, with our gradient of its slices if there is one, and take the weights that are new."""
-        gradients = self._gradients
-        assert gradients is not None
-        asked = []
-        for rank in self._membership.owners:
-            vectors = [*self._slices_of(rank, gradients), _flags(gradients.used)] if pushed is not None else []
-            words = Words(what, (self._known[rank], *numbers), vectors)
-            asked.append((rank, self._begin_asking(rank, words)))
-        for rank, wait in asked:
-            answer = wait()
-            self._known[rank] = answer.numbers[0]
-            if answer.vectors:
-                self._put(rank, answer.vectors[0], gradients)
-
-    def _ask(self, rank: int, words: Words) -> Words:
-        return self._begin_asking(rank, words)()
 
     def _begin_asking(self, rank: int, words: Words) -> Callable[[], Words]:
         if rank == self.comm.rank:
@@ -243,17 +288,12 @@ class Asynchronous(ParameterServer):
             return partial(self._owner.answer, rank, words)
         return self._asker.ask(rank, words, self._rooms[rank]).wait
 
-    def _slices_of(self, rank: int, gradients: Gradients) -> list[Tensor]:
-        """Our gradient of an owner's slices."""
-        buckets = self._buckets(gradients)
-        return [buckets[span.place[0]][span.inside] for span in spans(gradients.layout, self._membership, rank)]
-
-    def _put(self, rank: int, vector: Tensor, gradients: Gradients) -> None:
-        """An owner's weights into the model."""
-        for span in spans(gradients.layout, self._membership, rank):
-            part = vector[span.here]
-            for one in segments(gradients.layout, *span.place):
-                in_memory(gradients.parameters[one.parameter])[one.inside] = part[one.here]
+    def _slices_of(self, rank: int, gradients: Gradients, draw: int) -> list[Tensor]:
+        """Our gradient of an owner's slices; codes are for others."""
+        buckets, places = self._buckets(gradients), owned_by(rank, gradients.layout, self._membership)
+        if rank == self.comm.rank:
+            return [buckets[bucket][start:stop] for bucket, start, stop in places]
+        return [self._outgoing.coded(place, buckets[place[0]], draw) for place in places]
 
     # --- the end of a round
 
@@ -270,12 +310,17 @@ class Asynchronous(ParameterServer):
             *self._buffers.changed(),
             self.tallies.updates,
             blocked_s,
+            self.tallies.pushed,
+            self.tallies.acknowledged,
+            min((len(one.seen) for some in self._held.values() for one in some), default=math.inf),
             *notes,
         ]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
         _, second, third = accumulate([total, count, len(self._buffers)])
         self._changed = [any(row[i] for row in rows) for i in range(second, third)]
-        self._known = {rank: int(rows[rank][third]) for rank in self._known}
+        self._holdings.known.update({rank: int(rows[rank][third]) for rank in self._membership.owners})
+        pushed, acknowledged, applied = zip(*(row[third + 2 : third + 5] for row in rows), strict=True)
+        self._made = int(sum(pushed)), int(sum(acknowledged)), int(min(applied))
         if not self._finished and not any(row[i] for row in rows for i in range(total, second)):
             raise SetupError(
                 "the loss depends on no parameter that can be trained",
@@ -286,13 +331,13 @@ class Asynchronous(ParameterServer):
             losses=tuple(rows[self._teller(gradients)][:total]),
             weights=self._weights,
             blocked_s=tuple(row[third + 1] for row in rows),
-            notes=tuple(tuple(row[third + 2 :]) for row in rows),
+            notes=tuple(tuple(row[third + 5 :]) for row in rows),
             silent=(),
         )
 
     def _teller(self, gradients: Gradients) -> int:
         """The first owner that has slices, and so has seen the pieces: of a small model there may be none for all."""
-        return next(rank for rank in self._membership.owners if spans(gradients.layout, self._membership, rank))
+        return next(rank for rank in self._membership.owners if owned_by(rank, gradients.layout, self._membership))
 
     def _mean_losses(self, microbatches: int) -> list[float]:
         """Of each microbatch over the round: what the pieces came to that it was in."""
@@ -322,20 +367,25 @@ class Asynchronous(ParameterServer):
         """The first owner has kept the time."""
         if self.comm.rank == self._membership.owners[0]:
             leads, delays = _counts(self.tallies.leads), _counts(self.tallies.delays)
-            self.emit(events.Staleness(bound=self.bound, leads=leads, delays=delays))
+            pushed, acknowledged, applied = self._made
+            self.emit(
+                events.Staleness(
+                    bound=self.bound,
+                    leads=leads,
+                    delays=delays,
+                    pushed=pushed,
+                    acknowledged=acknowledged,
+                    applied=applied,
+                )
+            )
 
 
 def _counts(counter: Counter[int]) -> dict[str, int]:
     return {str(number): count for number, count in sorted(counter.items())}
 
 
-def _refuse_mixed(model: nn.Module) -> None:
-    kinds = sorted({str(parameter.dtype) for parameter in model.parameters() if parameter.requires_grad})
-    if len(kinds) > 1:
-        raise SetupError(
-            f"a model of {' and '.join(kinds)} cannot be trained with staleness yet",
-            do="use one dtype for all that is trained, or --staleness 0",
-        )
+def _places(numbers: Sequence[int]) -> list[Place]:
+    return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
 
 
 def _flags(values: Sequence[bool]) -> Tensor:

@@ -39,6 +39,15 @@ class Layout:
     def members(self, bucket: int) -> tuple[int, ...]:
         return tuple(slot.parameter for slot in self.slots if slot.bucket == bucket)
 
+    def gaps(self) -> list[tuple[int, int, int]]:
+        """(bucket, start, stop) of what belongs to no parameter."""
+        found, ends = [], [0] * len(self.bucket_elements)
+        for slot in sorted(self.slots, key=lambda slot: slot.start):
+            found.append((slot.bucket, ends[slot.bucket], slot.start))
+            ends[slot.bucket] = slot.stop
+        found += [(bucket, end, self.bucket_elements[bucket]) for bucket, end in enumerate(ends)]
+        return [gap for gap in found if gap[1] < gap[2]]
+
 
 def pack(
     parameters: Iterable[ParameterInfo], first_bytes: int = FIRST_BUCKET_BYTES, bucket_bytes: int = BUCKET_BYTES

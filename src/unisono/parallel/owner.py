@@ -3,8 +3,8 @@
 
 One `Owner` is made for every round. It answers each worker in a thread of its own; updates are made one at a time, in
 the order of arrival. Where a slice has a second owner, it gets every update from the first, in the same order, before
-the worker hears that it was made: so no update that a worker knows of is lost with one owner. Called by
-`asynchronous`.
+the worker hears that it was made: so no update that a worker knows of is lost with one owner. A worker that subscribes
+is answered as soon as there is something that it has not. Called by `asynchronous`; who asks is `fresh`.
 """
 
 from __future__ import annotations
@@ -13,65 +13,33 @@ import contextlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unisono.comm.asking import Answering, Asker, Room, Words
-from unisono.comm.reducers.owned import shared_out
 from unisono.comm.seam import Comm
-from unisono.comm.sharing import empty_for
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
+from unisono.parallel.coding import Coding
 from unisono.parallel.layout import Layout
-from unisono.parallel.slice_optimizer import SliceOptimizer
+from unisono.parallel.slice_optimizer import Settings
 from unisono.parallel.slices import Place
+from unisono.parallel.views import Held, Views, owned_by
 
-TAKE, PUSH, PULL, COPY, PIECE, OVER, WEIGHTS = range(7)
+TAKE, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(10)
+COPIES, SUBSCRIPTIONS = 1, 2  # lanes, beside that of other questions
+NOT_WANTED = -2  # in the place of the update that a worker knows: a piece, but no weights with it
 
 COMPENSATION = 0.04  # as Zheng et al. 2017 have it
 
 Delayed = Literal["", "scale", "compensate"]
 """What is done about gradients of weights that are not the newest any more: nothing; a learning rate divided by the
 steps that they are late (Zhang et al. 2016); or a first-order correction of them (DC-ASGD, Zheng et al. 2017)."""
-
-Held = Mapping[Place, Sequence[SliceOptimizer]]
-
-
-@dataclass(frozen=True)
-class Span:
-    """Where a slice of a bucket lies in the one vector of all slices of an owner."""
-
-    place: Place
-    first: int
-
-    @property
-    def inside(self) -> slice:
-        return slice(self.place[1], self.place[2])
-
-    @property
-    def here(self) -> slice:
-        return slice(self.first, self.first + self.place[2] - self.place[1])
-
-
-def spans(layout: Layout, membership: Membership, rank: int) -> list[Span]:
-    """Of the slices of which this rank is the first owner."""
-    parts = [shared_out(count, membership)[rank] for count in layout.bucket_elements]
-    ends = [0, *accumulate(part.stop - part.start for part in parts)]
-    return [
-        Span((bucket, part.start, part.stop), end)
-        for bucket, (part, end) in enumerate(zip(parts, ends, strict=False))
-        if part.stop > part.start
-    ]
-
-
-def length_of(found: Sequence[Span]) -> int:
-    return found[-1].here.stop if found else 0
 
 
 @dataclass
@@ -81,7 +49,20 @@ class Tallies:
     updates: int = 0  # that were made here
     delays: Counter[int] = field(default_factory=Counter)  # updates made between a worker's pull and its push
     leads: Counter[int] = field(default_factory=Counter)  # steps that a piece was ahead of the oldest, if we kept time
-    rooms: dict[int, Tensor] = field(default_factory=dict)  # by worker: the weights on their way to it
+    pushed: int = 0  # by us as a worker, in this round
+    acknowledged: int = 0  # likewise
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How updates are made, and weights given. `pace`: by what to multiply the learning rate for an update from so much
+    of a step. `settings` of the optimizer, by turn of the round. `subscribed`: all workers are told what changes."""
+
+    pace: Callable[[float], float]
+    settings: Sequence[Settings]
+    coding: Coding
+    delayed: Delayed = ""
+    subscribed: bool = False
 
 
 class Owner:
@@ -91,86 +72,152 @@ class Owner:
         membership: Membership,
         held: Held,
         layout: Layout,
-        kind: Tensor,
+        views: Views,
         tallies: Tallies,
         clock: Clock | None,
         copies: int,
-        pace: Callable[[float], float],
-        delayed: Delayed = "",
+        manner: Manner,
     ) -> None:
-        """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights. `pace`:
-        by what to multiply the learning rate for an update from so much of a step. `delayed`: see `Delayed`."""
-        self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
-        self._pace, self._delayed = pace, delayed
-        self._pushes_a_step = len(membership.workers)
-        self._spans, self._is_broken = spans(layout, membership, comm.rank), False
+        """`clock` for the first of the owners."""
+        self._comm, self._held, self._views, self._tallies, self._clock = comm, held, views, tallies, clock
+        self._manner, self._pushes_a_step = manner, len(membership.workers)
+        self._places, self._is_broken = owned_by(comm.rank, layout, membership), False
         self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
+        self._news, self._gone = threading.Condition(), set[int]()  # of updates; workers that need none any more
+        self._scratch: dict[Place, Tensor] = {}  # for what codes say
         owners = [*membership.owners]
         at = owners.index(comm.rank)
-        self._copies: dict[int, list[Span]] = {}  # of which further owners they are: whose updates come from whom
+        self._copies: dict[int, list[Place]] = {}  # of which further owners they are: whose updates come from whom
         self._next: list[int] = []
         for copy in range(1, min(copies, len(owners))):
             before = owners[(at - copy) % len(owners)]
-            self._copies[before] = spans(layout, membership, before)
+            self._copies[before] = owned_by(before, layout, membership)
             self._next.append(owners[(at + copy) % len(owners)])
-        self._asker, self._room = Asker(comm, lane=1), Room()
+        self._asker, self._room = Asker(comm, lane=COPIES), Room()
         workers = [rank for rank in membership.workers if rank != comm.rank]
-        self._of_owners = Answering(comm, [*self._copies], self._copy, self._break, lane=1)
-        self._of_workers = Answering(comm, workers, self.answer, self._break)
+        views.begin_round()
+        self._answering = [
+            Answering(comm, workers, self.answer, self._break, self._release),
+            Answering(comm, workers if manner.subscribed else (), self._tell_news, self._break, lane=SUBSCRIPTIONS),
+            Answering(comm, [*self._copies], self._copy, self._break, lane=COPIES),
+        ]
 
     def finish(self) -> None:
         """When all workers have said farewell. Raises `PeerLost`."""
-        self._of_workers.wait()
+        of_workers, of_subscriptions, of_owners = self._answering
+        of_workers.wait()
+        of_subscriptions.wait()
         self._asker.farewell(self._next)
-        self._of_owners.wait()
+        of_owners.wait()
         if self._clock is not None:
             self._tallies.leads += self._clock.leads
 
     def stop(self) -> None:
         """The generation is over, and with it the round."""
         self._break()
-        for answering in (self._of_workers, self._of_owners):
+        for answering in self._answering:
             with contextlib.suppress(Exception):  # of a generation that is over
                 answering.wait()
 
     def _break(self) -> None:
-        with self._tick:
-            self._is_broken = True
-            self._tick.notify_all()
+        self._is_broken = True
+        for condition in (self._tick, self._news):
+            with condition:
+                condition.notify_all()
+
+    def _release(self, rank: int) -> None:
+        """This worker needs nothing more: it waits for news no longer."""
+        with self._news:
+            self._gone.add(rank)
+            self._news.notify_all()
+
+    # --- questions of workers
 
     def answer(self, rank: int, question: Words) -> Words:
         if question.what == TAKE:
-            return self._hand_out(rank, question.numbers)
-        known = question.numbers[0]
+            return self._hand_out(rank, *question.numbers)
+        if question.what == NEWEST:
+            return Words(NEWEST, (self._tallies.updates,))
         with self._lock:
-            if question.what == PUSH:
-                self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
-            return self._fresh(rank, known)
+            known = question.numbers[0]
+            if question.what == PULL:
+                return Words(WEIGHTS, *self._fresh(rank, known))
+            made = self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
+        with self._news:
+            self._news.notify_all()
+        told = [number for place in made for number in place] if self._manner.coding.feedback else []
+        return Words(SEEN, (), [torch.tensor(told)] if told else [])
 
-    def _update(self, rank: int, question: Words, delay: int) -> None:
-        _, turn, first, last, share, loss = question.numbers
-        pace, vectors = self._pace(number(share)) if number(share) else 0.0, question.vectors
-        if self._delayed == "scale":
+    def _tell_news(self, rank: int, question: Words) -> Words:
+        """Weights as soon as there are newer ones than the worker has."""
+        known = question.numbers[0]
+        with self._news:
+            self._news.wait_for(lambda: self._tallies.updates > known or rank in self._gone or self._is_broken)
+        if rank in self._gone:
+            return Words(OVER)
+        if self._is_broken:
+            raise PeerLost("the round was broken off")
+        with self._lock:
+            return Words(WEIGHTS, *self._fresh(rank, known))
+
+    def _hand_out(self, rank: int, known: int, *finished: int) -> Words:
+        """A piece, and the newest weights for it."""
+        assert self._clock is not None
+        waited = False
+        with self._tick:
+            if finished:
+                self._clock.finish(Piece(*finished))
+                self._tick.notify_all()
+            while (piece := self._clock.take(rank)) is None:
+                if self._clock.is_over:
+                    return Words(OVER)
+                if self._is_broken:
+                    raise PeerLost("the round was broken off")
+                self._tick.wait()
+                waited = True
+            told = (*piece, self._clock.oldest, int(waited))
+        if known == NOT_WANTED:
+            return Words(PIECE, told)
+        with self._lock:
+            numbers, vectors = self._fresh(rank, known)
+        return Words(PIECE, (*told, *numbers), vectors)
+
+    def _fresh(self, rank: int, known: int) -> tuple[tuple[int, int], list[Tensor]]:
+        """(the newest update, from where its codes were drawn) and the slices that are new to this worker."""
+        updates = self._tallies.updates
+        draw = self._manner.coding.draw("codes of weights", rank, updates)
+        return (updates, draw), self._views.newer(rank, known, draw)
+
+    # --- updates
+
+    def _update(self, rank: int, question: Words, delay: int) -> list[Place]:
+        """Returns where it was made: on all slices that had not seen it."""
+        _, turn, first, last, share, loss, draw = question.numbers
+        manner, vectors = self._manner, question.vectors
+        pace = manner.pace(number(share)) if number(share) else 0.0
+        if manner.delayed == "scale":
             pace /= max(1.0, delay / self._pushes_a_step)
-        elif self._delayed == "compensate" and delay:
-            vectors = [*self._compensated(rank, vectors), vectors[-1]]
-        words = Words(COPY, (turn, first, last, bits(pace), loss), vectors)
-        self._see(self._spans, words)
+        elif manner.delayed == "compensate" and delay and vectors:
+            vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
+        words = Words(COPY, (turn, first, last, bits(pace), loss, draw), vectors)
+        made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
+        self._views.note(changed, self._tallies.updates + 1)
         self._tallies.delays[delay] += 1
         self._tallies.updates += 1
+        return made
 
     @torch.no_grad()
-    def _compensated(self, rank: int, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """What the gradients would about be at the weights of now; those that the worker had are still in its room."""
-        room, found = self._tallies.rooms[rank], []
-        for span, gradient in zip(self._spans, vectors, strict=False):
-            for one in self._held[span.place]:
-                inside = slice(one.start - span.place[1], one.stop - span.place[1])
-                here = slice(span.first + inside.start, span.first + inside.stop)
+    def _compensated(self, rank: int, vectors: Sequence[Tensor], draw: int) -> list[Tensor]:
+        """What the gradients would about be at the weights of now, by the way from those that the worker has."""
+        found = []
+        for place, vector, room in zip(self._places, vectors, self._views.held_by(rank), strict=False):
+            gradient = self._decoded(place, vector, draw)
+            for one in self._held[place]:
+                inside = slice(one.start - place[1], one.stop - place[1])
                 part = gradient[inside]
-                part.addcmul_(part * part, one.weights - room[here], value=COMPENSATION)
+                part.addcmul_(part * part, one.weights - room[inside], value=COMPENSATION)
             found.append(gradient)
         return found
 
@@ -179,50 +226,32 @@ class Owner:
             self._see(self._copies[rank], question)
         return Words(COPY)
 
-    def _hand_out(self, rank: int, finished: Sequence[int]) -> Words:
-        assert self._clock is not None
-        with self._tick:
-            if finished:
-                self._clock.finish(Piece(*finished))
-                self._tick.notify_all()
-            while True:
-                piece = self._clock.take(rank)
-                if piece is not None:
-                    return Words(PIECE, (*piece, self._clock.oldest))
-                if self._clock.is_over:
-                    return Words(OVER)
-                if self._is_broken:
-                    raise PeerLost("the round was broken off")
-                self._tick.wait()
-
     @torch.no_grad()
-    def _see(self, found: Sequence[Span], words: Words) -> None:
-        """Make the update of a piece on those slices that have not seen it."""
-        piece, pace, loss = Piece(*words.numbers[:3]), number(words.numbers[3]), number(words.numbers[4])
-        *gradients, flags = words.vectors
-        used = [bool(flag) for flag in flags.tolist()]
-        for span, gradient in zip(found, gradients, strict=True):
-            for one in self._held[span.place]:
-                if piece in one.seen:
-                    continue
-                first = one.start - span.place[1]
-                if pace:
-                    one.step(gradient[first : first + one.stop - one.start], used, pace)
-                one.seen[piece] = loss
+    def _see(self, places: Sequence[Place], words: Words) -> tuple[list[Place], list[int]]:
+        """Make the update of a piece on those slices that have not seen it. Returns where it was made, and which of the
+        places it has changed."""
+        *piece, pace, loss, draw = words.numbers
+        seen, made, changed = Piece(*piece), list[Place](), set[int]()
+        used = [bool(flag) for flag in words.vectors[-1].tolist()] if words.vectors else []
+        for position, place in enumerate(places):
+            left = [one for one in self._held[place] if seen not in one.seen]
+            if left and number(pace):
+                gradient = self._decoded(place, words.vectors[position], draw)
+                for one in left:
+                    part = gradient[one.start - place[1] : one.stop - place[1]]
+                    if one.step(part, used, number(pace), self._manner.settings[seen.turn]):
+                        changed.add(position)
+                    made.append((place[0], one.start, one.stop))
+            for one in left:
+                one.seen[seen] = number(loss)
+        return made, sorted(changed)
 
-    def _fresh(self, rank: int, known: int) -> Words:
-        """Our weights for this worker, unless it has them."""
-        tallies, length = self._tallies, length_of(self._spans)
-        if known == tallies.updates:
-            return Words(WEIGHTS, (known,))
-        room = tallies.rooms.get(rank)
-        if room is None or room.numel() != length:
-            room = tallies.rooms[rank] = empty_for(self._comm, length, self._kind.dtype, self._kind.device)
-        for span in self._spans:
-            for one in self._held[span.place]:
-                first = span.first + one.start - span.place[1]
-                room[first : first + one.stop - one.start] = one.weights
-        return Words(WEIGHTS, (tallies.updates,), [room])
+    def _decoded(self, place: Place, vector: Tensor, draw: int) -> Tensor:
+        if vector.dtype != torch.uint8:
+            return vector
+        if place not in self._scratch:
+            self._scratch[place] = torch.empty(place[2] - place[1])
+        return self._manner.coding.decode_gradient(vector, self._scratch[place], draw)
 
 
 def bits(value: float) -> int:

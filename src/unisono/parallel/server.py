@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from unisono.comm.handing import hand_round
 from unisono.comm.reducers.owned import OwnedReducer, shared_out
+from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
 from unisono.comm.slicing import length_of
 from unisono.core.errors import SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
+from unisono.parallel.carried import Make
 from unisono.parallel.gradients import Gradients
 from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
@@ -32,8 +34,12 @@ from unisono.parallel.strategy import Microbatch, Reduced
 _MOVE_TAG = 1 << 25  # above questions and answers
 
 
+Push = Callable[[OwnedReducer], Reducer]
+
+
 class ParameterServer(AllReduce):
-    """`copies` of each slice, on as many owners."""
+    """`copies` of each slice, on as many owners. `push` makes of the reducer for whole gradients one that compresses
+    them, and `carry` is what it keeps. Weights come back as they are: owners and members never differ."""
 
     _may_leave_gradients = False
 
@@ -45,11 +51,13 @@ class ParameterServer(AllReduce):
         before_update: Callable[[], None] = lambda: None,
         random_state: Callable[[Microbatch], int] = lambda _: 0,
         copies: int = 1,
+        push: Push = lambda owned: owned,
+        carry: Make = lambda _: {},
     ) -> None:
         self._keeps_state = keeps_state(optimizer)
         _refuse_gaps(model)
-        super().__init__(model, optimizer, comm, before_update, random_state, self._make_owned)
-        self.copies = copies
+        super().__init__(model, optimizer, comm, before_update, random_state, self._make_pushing, carry)
+        self.copies, self._make_push = copies, push
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
@@ -57,13 +65,9 @@ class ParameterServer(AllReduce):
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
 
-    def _make_owned(self, comm: Comm, membership: Membership) -> OwnedReducer:
-        return OwnedReducer(comm, membership, copies=self.copies)
-
-    @property
-    def _owned(self) -> OwnedReducer:
-        assert isinstance(self._reducer, OwnedReducer)
-        return self._reducer
+    def _make_pushing(self, comm: Comm, membership: Membership) -> Reducer:
+        self._owned = OwnedReducer(comm, membership, copies=self.copies)
+        return self._make_push(self._owned)
 
     @property
     def held_bytes(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 from unisono.core.errors import SetupError
 from unisono.parallel.layout import Layout
 from unisono.parallel.slices import Slice, Whole, segments
+
+Settings = Sequence[Mapping[str, Any]]
+"""Of an optimizer, by group of parameters: what is other than in the user's own."""
 
 _TRIAL_STEPS = 3
 _PACE_STEPS = 20  # some warm up
@@ -53,22 +56,26 @@ class SliceOptimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, used: Sequence[bool], pace: float = 1.0) -> None:
+    def step(self, gradient: Tensor, used: Sequence[bool], pace: float = 1.0, settings: Settings = ()) -> bool:
         """One update from the slice's gradient, with `pace` times the learning rate. A parameter that nobody `used` has
-        none, as in plain PyTorch."""
+        none, as in plain PyTorch; whether there was any other here, is returned. `settings` take the place of the
+        user's."""
         for one in self._segments:
             self._parts[one.parameter].grad = gradient[one.here] if used[one.parameter] else None
-        self._follow_settings(pace)
+        self._follow_settings(pace, settings)
         self._optimizer.step()
         for part in self._parts.values():
             part.grad = None
         self.version += 1
+        return any(used[one.parameter] for one in self._segments)
 
-    def _follow_settings(self, pace: float) -> None:
+    def _follow_settings(self, pace: float, settings: Settings) -> None:
         self._optimizer.param_groups = [
             {**group, "params": [self._by_id[id(p)] for p in group["params"] if id(p) in self._by_id]}
             for group in self._user.param_groups
         ]
+        for group, changes in zip(self._optimizer.param_groups, settings, strict=False):
+            group.update(changes)
         if pace != 1.0:
             for group in self._optimizer.param_groups:
                 group["lr"] = group["lr"] * pace

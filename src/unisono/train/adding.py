@@ -20,6 +20,7 @@ from unisono.comm.codecs.spelling import read
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import compressing
 from unisono.comm.reducers.compressed import Shapes
+from unisono.comm.reducers.owned import OwnedReducer
 from unisono.comm.reducers.seam import MakeReducer, Reducer
 from unisono.comm.seam import Comm
 from unisono.core import events
@@ -92,6 +93,14 @@ class Adding:
             raise InternalError("a reducer was asked for before the strategy was there")
         return compressing.make(
             self._compression, comm, membership, self._spec.seed, self.carried, self._shapes, self._spec.exact
+        )
+
+    def push(self, owned: OwnedReducer) -> Reducer:
+        """For servers: what brings sums to the owners of their slices."""
+        if self.is_compressed and self.carried is None:
+            raise InternalError("a reducer was asked for before the strategy was there")
+        return compressing.make(
+            self._compression, owned.comm, owned.membership, self._spec.seed, self.carried, self._shapes, owned=owned
         )
 
     def _lay_out(self) -> None:

@@ -231,12 +231,18 @@ class Job(Teller):
     def weights(self, data: StepData, batches: Sequence[Any]) -> tuple[float, ...]:
         """Each microbatch's share of the step, by true counts."""
         counts: list[float] = list(map(float, data.counts))
-        if self.request.count is not None:
+        if self.request.count is not None and not data.is_anybodys:
             counts = self._exchange_counts(self.request.count, batches)
         total = math.fsum(counts)
         if total <= 0:
             raise SetupError(f"the step has a total weight of {total:g}", do="count must be positive for some batch")
         return tuple(count / total for count in counts)
+
+    def weight_of(self, data: StepData, turn: int, microbatch: int, batch: Any) -> float:
+        """Where nobody knows what others read: its share of the step by samples, or what `count` says of it alone."""
+        if self.request.count is None or batch is None:
+            return data.weight(turn, microbatch)
+        return float(self.request.count(batch))
 
     def _exchange_counts(self, count: CountOf, batches: Sequence[Any]) -> list[float]:
         own = torch.zeros(self.spec.microbatches, dtype=torch.float64)

@@ -171,7 +171,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
             job.strategy.forward_backward(microbatch, *_computes(job, plan, attempt, data, index))
         else:
             batch = to_device(data.step.fetch(turn, index), job)  # nobody knew before who computes it
-            microbatch = Microbatch(attempt.step + turn, index, data.step.weight(turn, index))
+            microbatch = Microbatch(attempt.step + turn, index, job.weight_of(data.step, turn, index, batch))
             job.strategy.forward_backward(microbatch, partial(plan.compute, batch))
         job.faults.stretch(time.perf_counter() - began)
     session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from unisono.comm.codecs import Compression, parse_codec
 from unisono.comm.faulty import faulty
 from unisono.comm.inner import ALONE, LedComm
 from unisono.comm.mesh_address import hosts_of
@@ -183,6 +184,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         local=str(request.local) if request.local else "",
         staleness=context.spec.staleness if context.spec.bound != 0 else "",
         delayed=context.spec.delayed,
+        fresh=context.spec.fresh if context.spec.fresh == "push" else "",
         mesh=context.spec.mesh,
         parameters=numerics.count_parameters(request.model.parameters()),
     )
@@ -277,14 +279,13 @@ def _servers(
         "a loop of one's own": not request.has_end,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
-        f"--compress {spec.compress}": spec.compress != "none",
         f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
         f"--device {device.type}": device.type != "cpu",
-        "count": request.count is not None and context.spec.bound != 0,
     }
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
+    _refuse_codes(spec.compress)
     common = (
         request.model,
         request.optimizer,
@@ -294,8 +295,44 @@ def _servers(
     )
     bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
-        return ParameterServer(*common, copies=copies)
-    return Asynchronous(*common, copies=copies, bound=bound, delayed=context.spec.delayed, emit=context.emit)
+        adding = Adding("direct", spec, request.model, device, context.emit)
+        served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
+        adding.carried, adding.shapes_of = served.carried, served.shapes
+        return served
+    strategy = Asynchronous(
+        *common,
+        copies=copies,
+        bound=bound,
+        delayed=context.spec.delayed,
+        fresh=context.spec.fresh or "pull",
+        compression=_compression_of_slices(request.model, spec),
+        seed=spec.seed,
+        emit=context.emit,
+    )
+    strategy.counts = request.count is not None
+    return strategy
+
+
+def _compression_of_slices(model: nn.Module, spec: JobSpec) -> Compression:
+    compression = parse_codec(spec.compress)
+    trained = {str(p.dtype) for p in model.parameters() if p.requires_grad}
+    if compression.codec is not None and trained and "torch.float32" not in trained:
+        raise SetupError(
+            f"--compress {spec.compress} cannot take effect",
+            cause=f"codecs are for float32; the gradients are {', '.join(sorted(trained))}",
+            do="leave out --compress",
+        )
+    return compression
+
+
+def _refuse_codes(compress: str) -> None:
+    """What servers cannot be pushed compressed."""
+    if compress == "auto":
+        raise SetupError(
+            "--strategy ps and --compress auto do not go together yet",
+            cause="what a codec would save is predicted for all-reduce, not for pushes to servers",
+            do="name a codec, such as --compress int8, or leave out --strategy ps",
+        )
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from unisono.train.computing import Computing
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
 from unisono.train.job import Job, Request
+from unisono.train.looking_ahead import settings_ahead
 from unisono.train.loop import Plan, train
 from unisono.train.moving import to_device
 from unisono.train.opening import open_job
@@ -181,6 +183,8 @@ class Trainer:
                     job.state_in(copied)
                 if isinstance(job.strategy, Asynchronous):
                     job.strategy.skips = self.on_nonfinite == "skip"
+                    follows = self.schedule if self.schedule_every == "step" else None
+                    job.strategy.settings_ahead = partial(settings_ahead, follows, self.optimizer)
                 with explained(job):
                     train(job, plan)
                 result = finish(job, time.perf_counter() - started)

@@ -125,7 +125,8 @@ class Hello(Message):
     host: str  # an id of this agent
     name: str = ""  # of the machine, for people
     address: str = ""  # its IP as others see it
-    room: int = 0  # how many workers it can start
+    room: int = 0  # how many workers it can start, servers included
+    servers: int = 0  # how many of them should serve
     facts: dict[str, str] = field(default_factory=dict)
     sent_s: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)  # encoded messages, oldest first

@@ -29,7 +29,7 @@ from unisono.comm.reducers.blocks import join_rows
 from unisono.comm.reducers.cost import Links, round_s
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.reducers.scratch import Scratch
-from unisono.comm.reducers.seam import LANES
+from unisono.comm.reducers.seam import LANES, Reducer
 from unisono.comm.seam import Comm, Message, Op
 from unisono.comm.slicing import length_of
 from unisono.core import seeds
@@ -117,7 +117,7 @@ class CompressedReducer:
         everyone = [node for nodes in self._nodes for node in nodes]
         self._additions = additions(tree.fold(everyone, total), len(everyone))
         self._local = tree.fold(self._nodes[comm.rank], total)
-        self._direct = DirectReducer(comm, membership)
+        self._plain: Reducer = DirectReducer(comm, membership)
         self._scratch = Scratch()
         self._levels: list[Tensor] = []
         self._gaps: dict[int, tuple[Sequence[tuple[int, Sequence[int]]], Tensor]] = {}  # by tag: of these shapes
@@ -126,7 +126,7 @@ class CompressedReducer:
 
     @property
     def parts(self) -> int:
-        return len(self._nodes[self.comm.rank])
+        return max(1, len(self._nodes[self.comm.rank]))  # who adds nothing still gets the sum
 
     def landings(self, mine: range) -> tuple[tree.Landing, ...]:
         if self._subtree:
@@ -145,26 +145,28 @@ class CompressedReducer:
 
     def reduce(self, parts: Sequence[Tensor], tag: int, op: Op = "sum") -> None:
         target, rank = parts[0], self.comm.rank
+        own = parts[: len(self._nodes[rank])]  # none if I am a server
         if op == "sum" and target.is_floating_point():
-            self._prepare(parts, tag)
+            self._prepare(own, tag)
         if op != "sum" or not is_compressed(target.numel(), target.dtype):
-            self._direct.reduce(join_rows(self._local, parts, op), tag, op)
+            self._plain.reduce(join_rows(self._local, own, op) or parts, tag, op)
             return
         owned = self._owned(target.numel())
         self._scratch.begin(target.new_empty(0, dtype=torch.uint8))
-        mine = [self._encode(part, node, tag) for part, node in zip(parts, self._nodes[rank], strict=True)]
+        mine = [self._encode(part, node, tag) for part, node in zip(own, self._nodes[rank], strict=True)]
         rows = self._scatter(mine, owned, tag)
         code = self._scratch.row(self._result.length(target.numel()))
         self._add(rows, target, owned[rank], tag)
         self._encode_result(target, owned[rank], code, tag)
-        self._collect(code, owned, tag)
-        self._result.decode(code, target, self._seed("result", tag))
+        self._bring_back(code, target, owned, tag)
         target.index_fill_(0, self._gaps_of(target, tag), 0.0)
 
     def _owned(self, elements: int) -> tuple[slice, ...]:
-        ranges, block = self.membership.ranges, self.codec.block
+        """By rank, the slice that it adds up: of those who compute, for it is they who carry residuals."""
+        ranges, block, workers = self.membership.ranges, self.codec.block, len(self.membership.workers)
         if self._carried is None or self.codec.shared_draws:
-            return even_slices(elements, block, len(ranges))
+            nothing = slice(elements, elements)
+            return *even_slices(elements, block, workers), *[nothing] * (len(ranges) - workers)
         homes = Homes.of(elements, block, self.membership.microbatches)
         return tuple(homes.of_range(mine) for mine in ranges)
 
@@ -233,13 +235,14 @@ class CompressedReducer:
         rows[self.comm.rank] = [code[self._bytes(self.codec, mine)] for code in codes]
         return [row for peer in range(self.comm.size) for row in rows[peer]]
 
-    def _collect(self, code: Tensor, owned: Sequence[slice], tag: int) -> None:
-        """Everyone's code of the result beside mine."""
+    def _bring_back(self, code: Tensor, target: Tensor, owned: Sequence[slice], tag: int) -> None:
+        """Everyone's code of the result beside mine, and what it says into the target."""
         mine = owned[self.comm.rank]
         sends = [Message(peer, code[self._bytes(self._result, mine)]) for peer in self._peers() if length_of(mine)]
         receives = [Message(peer, code[self._bytes(self._result, owned[peer])])
                     for peer in self._peers() if length_of(owned[peer])]  # fmt: skip
         self.comm.exchange(sends, receives, LANES * tag + 1).wait()
+        self._result.decode(code, target, self._seed("result", tag))
 
     @staticmethod
     def _bytes(codec: Codec, part: slice) -> slice:

@@ -17,6 +17,8 @@ from unisono.comm.codecs.powersgd import PowerSGD
 from unisono.comm.reducers import compressed, powersgd
 from unisono.comm.reducers.compressed import CompressedReducer, Shapes
 from unisono.comm.reducers.direct import DirectReducer
+from unisono.comm.reducers.owned import OwnedReducer
+from unisono.comm.reducers.owned_codes import OwnedCodes
 from unisono.comm.reducers.powersgd import PowerReducer
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
@@ -33,10 +35,14 @@ def make(
     shapes: Shapes | None = None,
     exact: bool = True,
     subtree: bool = False,
+    owned: OwnedReducer | None = None,
 ) -> Reducer:
+    """`owned`: only the owners of a slice want its sum, and what is not compressed is theirs to add."""
     codec, feedback, clip = compression
     if codec is None:
-        return DirectReducer(comm, membership, exact)
+        return owned or DirectReducer(comm, membership, exact)
+    if owned is not None and not isinstance(codec, PowerSGD):
+        return OwnedCodes(owned, codec, feedback, seed, carried, clip, shapes)
     if not isinstance(codec, PowerSGD):
         return CompressedReducer(comm, membership, codec, feedback, seed, carried, clip, shapes, exact, subtree)
     if subtree:

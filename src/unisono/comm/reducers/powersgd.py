@@ -79,7 +79,7 @@ class PowerReducer:
 
     @property
     def parts(self) -> int:
-        return len(self._mine)
+        return max(1, len(self._mine))  # who adds nothing still gets the sum
 
     def landings(self, mine: range) -> tuple[tree.Landing, ...]:
         return tuple(tree.Landing(level=position, merges=0) for position in range(len(mine)))
@@ -92,20 +92,21 @@ class PowerReducer:
         self._agreed |= self._agreeing
 
     def reduce(self, parts: Sequence[Tensor], tag: int, op: Op = "sum") -> None:
+        own = parts[: len(self._mine)]  # none if I am a server
         if self.clip is not None and op == "sum" and parts[0].is_floating_point():
-            for part in parts:
+            for part in own:
                 self.clip.apply(part, 1 / self.membership.microbatches)
         layout = self._plan(parts[0], tag) if op == "sum" else None
         if layout is None or not layout.matrices:
             self._sum(parts, tag, op)
             return
         if self._feedback:
-            for microbatch, part in zip(self._mine, parts, strict=True):
+            for microbatch, part in zip(self._mine, own, strict=True):
                 part.add_(residual_of(self.carried, microbatch, f"residual.{tag}", part.numel()).present)
-        old_q = self._agree_on_q(layout, tag)
+        old_q = self._agree_on_q(parts[0], layout, tag)
         self._scratch.begin(parts[0])
-        p = self._project(parts, layout, old_q, tag)
-        q = self._project_back(parts, layout, p, tag)
+        p = self._project(own, layout, old_q, tag)
+        q = self._project_back(own, layout, p, tag)
         for matrix in layout.matrices:
             torch.mm(layout.p_of(matrix, p), layout.q_of(matrix, q).T, out=matrix.of(parts[0]))
         for there, here in layout.rest_of(parts[0], p):
@@ -120,12 +121,13 @@ class PowerReducer:
 
     def _sum(self, rows: Sequence[Tensor], tag: int, op: Op = "sum") -> Tensor:
         """Over all microbatches, exactly, in the first row. One tag serves all: messages keep their order."""
-        self._direct.reduce(join_rows(self._local, rows, op), tag, op)
+        self._direct.reduce(join_rows(self._local, rows, op) or rows, tag, op)
         return rows[0]
 
-    def _agree_on_q(self, layout: Plan, tag: int) -> Tensor:
-        """Q of the step before. In the first step of a generation, from whoever has it."""
+    def _agree_on_q(self, like: Tensor, layout: Plan, tag: int) -> Tensor:
+        """Q of the step before. In the first step of a generation, from whoever has it. A server has no use for it."""
         known = [self.carried[microbatch][f"q.{tag}"] for microbatch in self._mine]
+        known = known or [like.new_full((layout.q_elements,), _UNKNOWN)]
         if tag in self._agreed:
             return known[0]
         self._agreeing.add(tag)
@@ -137,7 +139,7 @@ class PowerReducer:
     def _project(self, parts: Sequence[Tensor], layout: Plan, q: Tensor, tag: int) -> Tensor:
         """P of all matrices, orthonormal, and behind it the sum of the rest."""
         rows = self._rows(len(parts), layout.p_elements + layout.rest_elements)
-        for part, row in zip(parts, rows, strict=True):
+        for part, row in zip(parts, rows, strict=False):  # a server has a row for the sum, and no part of it
             for matrix in layout.matrices:
                 torch.mm(matrix.of(part), layout.q_of(matrix, q), out=layout.p_of(matrix, row))
             for there, here in layout.rest_of(part, row):
@@ -150,7 +152,7 @@ class PowerReducer:
     def _project_back(self, parts: Sequence[Tensor], layout: Plan, p: Tensor, tag: int) -> Tensor:
         """Q of all matrices; also stages what the microbatches keep."""
         rows = self._rows(len(parts), layout.q_elements)
-        for microbatch, part, row in zip(self._mine, parts, rows, strict=True):
+        for microbatch, part, row in zip(self._mine, parts, rows, strict=False):
             for matrix in layout.matrices:
                 torch.mm(matrix.of(part).T, layout.p_of(matrix, p), out=layout.q_of(matrix, row))
             if self._feedback:
@@ -169,7 +171,7 @@ class PowerReducer:
             residual[start:stop].zero_()
 
     def _rows(self, count: int, elements: int) -> list[Tensor]:
-        rows = self._scratch.rows(count, elements)
+        rows = self._scratch.rows(max(1, count), elements)
         for row in rows:
             row.zero_()  # what lies between factors is added too
         return rows

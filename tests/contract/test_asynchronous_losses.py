@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Somebody is lost in the middle of a round: every piece still counts once."""
+
+from __future__ import annotations
+
+import pytest
+from broken_rounds import LOSSES, SERVERS_LOST, broken_round
+from racing_rounds import assert_counted_once, team
+
+from unisono.core.errors import SlicesLost
+from unisono.core.membership import Membership
+
+pytestmark = pytest.mark.usefixtures("one_thread_each")
+
+
+FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+
+
+@FRESH
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("bound", [1, None])
+def test_when_a_worker_is_lost_the_rest_finish_the_round_and_every_piece_counts_once(
+    name: str, at: int, bound: int | None, fresh: str
+) -> None:
+    before, after = LOSSES[name]
+    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, fresh=fresh)
+    assert len(found) == len(after.members)
+    for weight in found:
+        assert_counted_once(weight)
+
+
+@FRESH
+@pytest.mark.parametrize("pushes", [1, 2, 4])
+@pytest.mark.parametrize("after", [team(2, [0, 1], [2, 3]), team(2, [1], [2, 3]), team(2, [0, 1], [3, 2])])
+def test_a_piece_that_one_owner_has_seen_and_the_other_has_not_counts_once_on_both(
+    pushes: int, after: Membership, fresh: str
+) -> None:
+    for weight in broken_round(team(1, [0, 1], [2, 3]), after, None, -1, half_pushed=pushes, fresh=fresh):
+        assert_counted_once(weight)
+
+
+@FRESH
+@pytest.mark.parametrize("name", SERVERS_LOST)
+@pytest.mark.parametrize("pushes", [1, 3])
+def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, pushes: int, fresh: str) -> None:
+    before, after = SERVERS_LOST[name]
+    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=pushes, fresh=fresh):
+        assert_counted_once(weight)
+
+
+def test_with_one_copy_a_server_that_is_lost_in_the_middle_of_a_round_is_told() -> None:
+    before, after = SERVERS_LOST["the second"]
+    with pytest.raises(SlicesLost):
+        broken_round(before, after, None, -1, half_pushed=2)

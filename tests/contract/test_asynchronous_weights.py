@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How weights come to workers that do not wait for each other: the newest, slice by slice, and no slice twice."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from counted_bytes import LAYER, sent_in_a_round
+from racing_rounds import MICROBATCHES, ROWS, TURNS, Replica, lives, sized
+from ranks import in_threads, network
+from torch import Tensor, nn
+
+from unisono.parallel.asynchronous import Asynchronous
+from unisono.parallel.clock import Piece
+from unisono.parallel.strategy import Microbatch
+from unisono.parallel.views import owned_by
+
+pytestmark = pytest.mark.usefixtures("one_thread_each")
+FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+
+
+# --- only what has changed travels
+
+
+@pytest.mark.parametrize(("servers", "layers"), [(1, 2 + 2 + 1 + 2 + 2), (2, 5 + 0.5)])
+def test_a_slice_that_a_worker_has_is_not_sent_again(servers: int, layers: float) -> None:
+    """Each piece but the first comes with the slice that the piece before has changed: of one server, a bucket; two
+    servers have a layer each of the first bucket, and the second is also asked when the round turns out to be over.
+    Without versions it would be 15 layers."""
+    sent = sent_in_a_round(servers, "pull")
+    assert sum(sent[rank] for rank in range(1, 1 + servers)) == pytest.approx(layers * LAYER, abs=1000)
+    assert sent[0] == pytest.approx(3 * TURNS * LAYER, abs=1000), "all gradients"
+
+
+def test_what_is_pushed_is_what_has_changed_too() -> None:
+    """Also what the last piece has changed, if there was time for it; and changes that follow each other may come
+    together."""
+    assert sent_in_a_round(1, "push")[1] <= (2 + 2 + 1 + 2 + 2 + 1) * LAYER + 1000
+
+
+def test_a_worker_that_owns_everything_sends_nothing() -> None:
+    assert sum(sent_in_a_round(0, "push").values()) == 0
+
+
+# --- the newest, and whole
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(3, 1), (3, 2), (2, 0)])
+def test_what_is_pulled_has_seen_every_update_that_was_acknowledged_before_the_piece_was_asked_for(
+    workers: int, servers: int
+) -> None:
+    membership, ended = sized(workers, servers), list[Piece]()
+    missing: list[tuple[Piece, Piece]] = []
+    looked = [0]
+
+    def life(replica: Replica) -> None:
+        begin, push, before = replica.strategy._begin_piece, replica.strategy._push, list[Piece]()
+
+        def look(piece: Piece) -> None:
+            seen = replica.model.seen()
+            looked[0] += len(before)
+            missing.extend((piece, one) for one in before if (seen[one.turn, one.first : one.last] != ROWS).any())
+            begin(piece)
+
+        def note(piece: Piece) -> None:
+            push(piece)
+            ended.append(piece)
+            before[:] = list(ended)
+
+        replica.strategy._begin_piece = look  # type: ignore[method-assign]
+        replica.strategy._push = note  # type: ignore[method-assign]
+        replica.round(membership)
+
+    lives(membership, life, None, slow=[1])
+    assert looked[0] > TURNS * workers
+    assert not missing
+
+
+@FRESH
+@pytest.mark.parametrize(("workers", "servers"), [(3, 1), (3, 2), (2, 3), (3, 0)])
+def test_a_worker_never_computes_on_half_of_a_slice(workers: int, servers: int, fresh: str) -> None:
+    """All that is of one owner has seen the same updates."""
+    membership = sized(workers, servers)
+    torn: list[Piece] = []
+
+    def life(replica: Replica) -> None:
+        begin = replica.strategy._begin_piece
+
+        def look(piece: Piece) -> None:
+            gradients = replica.strategy._gradients
+            assert gradients is not None
+            weight = replica.model.weight.detach()
+            columns = torch.arange(weight.numel()) % weight.shape[1]
+            for rank in membership.owners:
+                for _, start, stop in owned_by(rank, gradients.layout, membership):
+                    seen = torch.bincount(columns[start:stop], weight.flatten()[start:stop] != 0)
+                    if not ((seen == 0) | (seen == torch.bincount(columns[start:stop]))).all():
+                        torn.append(piece)
+            begin(piece)
+
+        replica.strategy._begin_piece = look  # type: ignore[method-assign]
+        for number in range(2):
+            replica.round(membership, number)
+
+    lives(membership, life, None, rounds=2, fresh=fresh)
+    assert not torn
+
+
+# --- several dtypes
+
+
+@FRESH
+@pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("kind", ["threads", "mesh"])
+def test_parameters_of_several_dtypes_are_trained(workers: int, servers: int, kind: str, fresh: str) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.usual, self.wide = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(500).double())
+            self.narrow = nn.Parameter(torch.zeros(200).bfloat16())
+
+        def loss(self) -> Tensor:
+            return -(self.usual.sum() + self.wide.sum().float() + self.narrow.sum().float())
+
+    membership = sized(workers, servers)
+
+    def life(number: int) -> None:
+        model, comm = Mixed(), comms[number]
+        strategy = Asynchronous(model, torch.optim.SGD(model.parameters(), 1.0), comm, fresh=fresh)
+        comm.reconfigure(placed)
+        strategy.configure(placed)
+        for _ in range(2):
+            strategy.begin_step([1 / MICROBATCHES] * MICROBATCHES)
+            for index, turn in strategy.work(placed.ranges[comm.rank], TURNS):
+                strategy.forward_backward(Microbatch(turn, index, 1 / MICROBATCHES), model.loss)
+            strategy.reduce([])
+            strategy.step(0.0, float)
+        strategy.close()
+        for parameter in model.parameters():
+            found = parameter.detach().double()
+            torch.testing.assert_close(found, torch.full_like(found, 2.0 * TURNS), rtol=0.02, atol=0.0)
+
+    with network(kind, 15) as net:
+        comms = net.comms(membership.members)
+        placed = net.place(membership)
+        try:
+            in_threads([partial(life, number) for number in membership.members], 40)
+        finally:
+            for comm in comms.values():
+                comm.close()

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter servers at staleness 0 when owners come and go, and when a generation breaks in the middle of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from ranks import in_threads, network
+from served_steps import Replica, Setting, assert_same, by_all_reduce, heal, team, trained
+
+from unisono.comm.seam import Comm
+from unisono.core.errors import PeerLost, SlicesLost
+from unisono.core.membership import Membership
+from unisono.parallel.allreduce import AllReduce
+from unisono.parallel.server import ParameterServer
+from unisono.train.options import Clip
+
+pytestmark = pytest.mark.usefixtures("one_thread_each")
+
+# --- owners come and go
+
+
+MOVES: dict[str, list[Membership]] = {
+    "a second server comes": [team(1, [0, 1], [2]), team(2, [0, 1], [2, 3])],
+    "a worker comes": [team(1, [0], [1, 2]), team(2, [0, 3], [1, 2])],
+    "a worker is lost": [team(1, [0, 1, 2], [3, 4]), team(2, [0, 2], [3, 4])],
+    "the first worker is lost": [team(1, [0, 1, 2], [3]), team(2, [1, 2], [3])],
+    "workers serve before servers come": [team(1, [0, 1]), team(2, [0, 1], [2]), team(3, [0, 1], [2, 3])],
+    "workers come, and all serve": [team(1, [0]), team(2, [0, 1]), team(3, [0, 1, 2])],
+    "a worker begins to serve": [team(1, [0, 1, 2], [3]), team(2, [0, 1], [2, 3])],
+    "places change": [team(1, [0, 1], [2, 3]), team(2, [2, 0], [3, 1]), team(3, [3, 1, 0, 2])],
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_as_long_as_no_owner_is_lost_slices_move_and_nothing_changes(name: str, optimizer: str) -> None:
+    setting = Setting(optimizer, steps=6, clip=Clip(norm=0.5))
+    expected = by_all_reduce(setting)
+    for one in trained(setting, MOVES[name]):
+        assert_same(one, expected)
+
+
+LOSSES: dict[str, list[Membership]] = {
+    "a server": [team(1, [0, 1], [2, 3]), team(2, [0, 1], [3])],
+    "the other server": [team(1, [0, 1], [2, 3]), team(2, [0, 1], [2])],
+    "one of three servers": [team(1, [0, 1], [2, 3, 4]), team(2, [0, 1], [2, 4])],
+    "a server, and a worker takes its place": [team(1, [0, 1, 4], [2, 3]), team(2, [0, 1], [4, 3])],
+    "a server, and a joiner takes its place": [team(1, [0, 1], [2, 3]), team(2, [0, 1], [2, 4])],
+    "a worker that serves": [team(1, [0, 1, 2]), team(2, [0, 2])],
+    "one after the other": [team(1, [0, 1], [2, 3, 4]), team(2, [0, 1], [2, 4]), team(3, [0, 1], [4])],
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_with_two_copies_the_loss_of_an_owner_loses_nothing(name: str, optimizer: str) -> None:
+    setting = Setting(optimizer, steps=6)
+    expected = by_all_reduce(setting)
+    for one in trained(setting, LOSSES[name], partial(ParameterServer, copies=2)):
+        assert_same(one, expected)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_with_one_copy_the_loss_of_an_owner_is_told_to_everybody(name: str) -> None:
+    told: list[SlicesLost] = []
+    before, after = (replace_generation(one, number + 1) for number, one in enumerate(LOSSES[name][:2]))
+
+    def life(number: int, comm: Comm) -> None:
+        replica, holds = Replica(comm, Setting("adamw"), ParameterServer), False
+        if number in before.members:
+            comm.reconfigure(before)
+            holds = heal(replica, holds)
+            replica.strategy.configure(before)
+            replica.step(before, 0)
+        if number in after.members:
+            comm.reconfigure(after)
+            heal(replica, holds)
+            with pytest.raises(SlicesLost) as caught:
+                replica.strategy.configure(after)
+            told.append(caught.value)
+        replica.strategy.close()
+
+    with network("threads", 15) as net:
+        everyone = sorted({*before.members, *after.members})
+        in_threads([partial(life, number, comm) for number, comm in net.comms(everyone).items()])
+    assert len(told) == len(after.members)
+    assert all("--copies 2" in error.do for error in told)
+
+
+def replace_generation(membership: Membership, generation: int) -> Membership:
+    return Membership(generation, membership.members, membership.ranges)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_optimizer_without_state_survives_the_loss_of_any_owner(name: str) -> None:
+    """The weights are in every model."""
+    setting = Setting("sgd", steps=6)
+    expected = by_all_reduce(setting)
+    for one in trained(setting, LOSSES[name]):
+        assert_same(one, expected)
+
+
+def test_two_owners_of_one_slice_that_are_lost_at_once_take_it_with_them() -> None:
+    teams = [team(1, [0], [1, 2, 3]), team(2, [0], [3])]
+    with pytest.raises(SlicesLost):
+        trained(Setting("adamw"), teams, partial(ParameterServer, copies=2))
+
+
+# --- a generation that breaks in the middle of an update
+
+
+class Breaking:
+    """At step 2, some have made their update when a peer is lost; nobody has sent weights. Then all form anew."""
+
+    def __init__(self, applied: set[int], after: Membership) -> None:
+        self.applied, self.after = applied, after
+        self.broken: set[int] = set()
+
+    def __call__(self, replica: Replica, membership: Membership, step: int) -> None:
+        number = membership.members[replica.comm.rank]
+        if step != 2:
+            current = self.after if step > 2 else membership
+            replica.step(current, step)
+            return
+        replica.follow_schedule(step)
+        replica.reduce(membership, step)
+        if number in self.applied:
+            strategy: Any = replica.strategy
+            strategy._send_weights = broken
+            with pytest.raises(PeerLost):
+                strategy.step(replica.loss, lambda: 0.0)
+            del strategy._send_weights
+        self.broken.add(number)
+        replica.strategy.configure(None)
+        replica.comm.reconfigure(self.after)
+        replica.strategy.configure(self.after)
+        replica.reduce(self.after, step)
+        replica.strategy.step(replica.loss, lambda: 0.0)
+        replica.losses.append(replica.loss)
+
+
+def broken(_: Any) -> None:
+    raise PeerLost("as planned")
+
+
+@pytest.mark.parametrize("applied", [(), (2,), (3,), (2, 3), (4,), (2, 3, 4), (0, 1), (0, 2)])
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting("adamw", steps=4),
+        Setting("momentum", steps=4, clip=Clip(norm=0.05), l1=0.01),
+        Setting("sgd", steps=4),
+    ],
+    ids=["adamw", "clipped", "sgd"],
+)
+def test_a_step_that_only_some_owners_have_made_when_a_peer_is_lost_is_made_once(
+    applied: tuple[int, ...], copies: int, setting: Setting
+) -> None:
+    before, after = team(1, [0, 1], [2, 3, 4]), team(2, [0, 1], [2, 3, 4])
+    breaking = Breaking(set(applied), after)
+    found = trained(setting, [before], partial(ParameterServer, copies=copies), each=breaking)
+    assert breaking.broken == {0, 1, 2, 3, 4}, "it did break"
+    for one in found:
+        assert_same(one, by_all_reduce(setting))
+
+
+@pytest.mark.parametrize("applied", [(), (0,), (1, 2), (0, 1, 2)])
+def test_it_is_the_same_where_workers_serve_and_one_more_layer_is_unused(applied: tuple[int, ...]) -> None:
+    setting = Setting("momentum", steps=4, freeze=(1, 3))
+    breaking = Breaking(set(applied), team(2, [0, 1, 2]))
+    for one in trained(setting, [team(1, [0, 1, 2])], each=breaking):
+        assert_same(one, by_all_reduce(setting))
+
+
+@pytest.mark.parametrize("applied", [(3,), (2,), (2, 3), ()])
+@pytest.mark.parametrize("lost", [2, 3])
+def test_with_two_copies_the_owner_that_broke_it_may_be_gone(applied: tuple[int, ...], lost: int) -> None:
+    """The one that is lost may be the only one that has made the update, or the only one that has not."""
+    setting = Setting("adamw", steps=4)
+    before, after = team(1, [0, 1], [2, 3]), team(2, [0, 1], [5 - lost])
+    breaking = Breaking(set(applied), after)
+
+    found = survivors(setting, before, after, breaking, lost)
+    assert len(found) == 3
+    for one in found:
+        assert_same(one, by_all_reduce(setting))
+
+
+def survivors(
+    setting: Setting,
+    before: Membership,
+    after: Membership,
+    breaking: Breaking,
+    lost: int,
+    kind: Callable[..., AllReduce] = partial(ParameterServer, copies=2),  # noqa: B008
+) -> list[dict[str, Any]]:
+    """Like `trained`, but one dies at step 2: after the update, if it makes it."""
+
+    def life(number: int, comm: Comm) -> dict[str, Any] | None:
+        replica = Replica(comm, setting, kind)
+        comm.reconfigure(before)
+        heal(replica, False)
+        replica.strategy.configure(before)
+        for step in range(setting.steps):
+            if number == lost and step == 2:
+                replica.follow_schedule(step)
+                replica.reduce(before, step)
+                return None
+            breaking(replica, before if step <= 2 else after, step)
+        return replica.result()
+
+    with network("threads", 15) as net:
+        comms = net.comms(before.members)
+        found = in_threads([partial(life, number, comm) for number, comm in comms.items()], 40)
+    return [one for one in found if one is not None]
+
+
+def test_an_owner_that_has_copies_only_makes_up_for_an_update_that_the_others_finished_without_it() -> None:
+    """Nobody waits for it: all have the weights of step 2 when it loses a peer. Then it alone has that slice."""
+    setting = Setting("adamw", steps=6, width=0)
+    teams = [team(1, [0, 1], [2, 3, 4]), team(2, [0, 1], [2, 3, 4]), team(3, [0, 1], [2, 3])]
+
+    def each(replica: Replica, membership: Membership, step: int) -> None:
+        number = membership.members[replica.comm.rank]
+        if (number, step) != (2, 1):
+            replica.step(membership, step)
+            return
+        replica.follow_schedule(step)
+        replica.reduce(membership, step)
+        replica.strategy.configure(None)
+        replica.behind = True
+
+    for one in trained(setting, teams, partial(ParameterServer, copies=2), each=each):
+        assert_same(one, by_all_reduce(setting))
