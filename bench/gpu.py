@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One GPU: Unisono, a plain loop and Accelerate on GPT-2 124M, and a 1.2-billion decoder in bf16 and fp8.
+"""One GPU: Unisono against a plain loop and Accelerate on GPT-2 124M, and a 1.2-billion decoder in bf16 and fp8.
 
 python bench/gpu.py                         # all, about ten minutes on an H200
 python bench/gpu.py --parts ceiling,gpt2    # some
 python bench/gpu.py --tiny --device cpu     # shows that it works, on any machine
 
-Every contestant runs in a process of its own (`workload_gpu.py`), one after the other. Goals: exact and with everything
-on, Unisono is at least as fast as the plain loop and 1.2 times Accelerate; with its opt-in features 1.15 times the plain
+Every contestant runs in a process of its own (`workload_gpu.py`), one after the other. Goals: exact and with all on,
+Unisono is at least as fast as the plain loop and 1.2 times Accelerate; with its opt-in features 1.15 times the plain
 loop; the large decoder reaches 60 % of a large product of matrices, and fp8 is 1.2 times bf16 at the same loss.
 """
 
@@ -116,7 +116,8 @@ def describe(contestant: Contestant, results: dict[str, dict[str, Any]]) -> str:
     base = results.get(contestant.against, {}).get("step_s")
     if base:
         ratio = base / found["step_s"]
-        text += f"; {ratio:.3f} x {contestant.against} (goal {contestant.goal:g}, {'met' if ratio >= contestant.goal else 'missed'})"
+        met = "met" if ratio >= contestant.goal else "missed"
+        text += f"; {ratio:.3f} x {contestant.against} (goal {contestant.goal:g}, {met})"
     losses = found["losses"]
     tail = losses[-20:]
     return text + f"; loss {losses[0]:.3f} -> {math.fsum(tail) / len(tail):.4f}"

@@ -18,6 +18,7 @@ from unisono.control.staleness_report import StalenessTold
 from unisono.control.story import Story
 from unisono.core import events
 from unisono.core.comm_words import describe_choice, slowest_link
+from unisono.core.device_words import describe_device
 from unisono.core.errors import UsageError
 from unisono.core.progress import PARTS, describe_reading, duration, format_metrics, size
 from unisono.core.run_dir import RunDir, read_result
@@ -42,6 +43,7 @@ class Summary:
     saved: events.CheckpointSaved | None = None
     read: events.DataRead = field(default_factory=events.DataRead)
     noise: str = ""
+    device: events.DeviceMeasured | None = None
     staleness: StalenessTold = field(default_factory=StalenessTold)
     chosen: list[events.CommChosen] = field(default_factory=list)
     codecs: CodecsInUse = field(default_factory=CodecsInUse)
@@ -80,6 +82,7 @@ class Summary:
             ("checkpoint", f"step {self.saved.step:,}, {size(self.saved.bytes)}" if self.saved else ""),
             ("data", describe_reading(self.read)),
             ("noise", self.noise),
+            *describe_device(self.device),
             ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
             ("compress", self.codecs.words),
             ("staleness", self.staleness.words),
@@ -142,6 +145,8 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.read += event
     elif isinstance(event, events.NoiseScale):
         summary.noise = event.text
+    elif isinstance(event, events.DeviceMeasured):
+        summary.device = event
     elif isinstance(event, events.Staleness):
         summary.staleness.take(event)
     elif isinstance(event, events.CommChosen):
