@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -279,7 +279,7 @@ Sink = Callable[[Event], None]
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    return {"kind": event.kind, **plain(asdict(event))}
+    return {"kind": event.kind, **plain(vars(event))}
 
 
 def encode(event: Event) -> str:

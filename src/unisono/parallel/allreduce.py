@@ -229,6 +229,8 @@ class AllReduce:
             self._overlap.drain()
         blocked_s = time.perf_counter() - started + self._settle_s
         started = time.perf_counter()
+        if isinstance(self._gradients, OnlyGradients):
+            return self._settle_alone(self._gradients, notes)
         reduced = self._settle(self._gradients, blocked_s, notes)
         if any(self._changed):
             self._buffers.reduce(self._changed, self._of_buffers, _BUFFER_TAG)
@@ -248,12 +250,7 @@ class AllReduce:
         used, silent_anywhere, self._changed = (
             [any(row[i] for row in rows) for i in range(first, last)] for first, last in pairwise(bounds[:4])
         )
-        if not any(used):
-            raise SetupError(
-                "the loss depends on no parameter that can be trained",
-                cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
-                do="let the loss come from the model's output, and leave something unfrozen",
-            )
+        _refuse_unused(used)
         gradients.publish(used)
         owner = [self._membership.rank_of(self._membership.owner_of(i)) for i in range(total)]
         return Reduced(
@@ -265,6 +262,13 @@ class AllReduce:
             squares=tuple(rows[owner[i]][bounds[4] + i] for i in range(total)) if squares else (),
             square=gradients.square_of_sum() if squares else 0.0,
         )
+
+    def _settle_alone(self, gradients: Gradients, notes: Sequence[float]) -> Reduced:
+        """Nobody to agree with. The loss is waited for here, with the backward pass under way: without knowing that it
+        is finite, nothing may change."""
+        loss = self._losses[0]() if self._losses else 0.0
+        _refuse_unused(gradients.used)
+        return Reduced((loss,), self._weights, (self._settle_s,), (tuple(notes),), ())
 
     def step(self, loss: float, again: Callable[[], float]) -> None:
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -323,6 +327,15 @@ class AllReduce:
 def trained_by(optimizer: torch.optim.Optimizer) -> list[int]:
     """What the optimizer trains now. Asked every step, so it looks at the optimizer's list, not at the module tree."""
     return [id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+def _refuse_unused(used: Sequence[bool]) -> None:
+    if not any(used):
+        raise SetupError(
+            "the loss depends on no parameter that can be trained",
+            cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
+            do="let the loss come from the model's output, and leave something unfrozen",
+        )
 
 
 def _refuse_sparse(model: nn.Module) -> None:

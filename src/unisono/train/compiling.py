@@ -37,9 +37,10 @@ class Compiler:
         """Before anything is compiled. Returns what undoes it."""
         import torch._dynamo
         import torch._inductor.config as inductor
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-        own = _CACHE not in os.environ  # somebody who has set it knows better
-        if own:
+        kept = os.environ.get(_CACHE)
+        if kept in (None, default_cache_dir()):  # somebody who has set another knows better
             os.environ[_CACHE] = str(self._folder)
         dynamo: Any = torch._dynamo.config
         before = dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, inductor.deterministic
@@ -49,8 +50,9 @@ class Compiler:
 
         def undo() -> None:
             dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, inductor.deterministic = before
-            if own:
-                os.environ.pop(_CACHE, None)
+            os.environ.pop(_CACHE, None)
+            if kept is not None:
+                os.environ[_CACHE] = kept
 
         return undo
 

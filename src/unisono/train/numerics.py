@@ -126,6 +126,8 @@ class Update:
 
     @torch.no_grad()
     def __call__(self) -> None:
+        if not self.l1 and self.value is None and self.norm is None:
+            return
         with_gradient = [p for p in self.model.parameters() if p.grad is not None]
         if self.l1:
             for parameter in with_gradient:
