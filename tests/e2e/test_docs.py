@@ -41,6 +41,7 @@ SCRIPTS = blocks(TRAINING, "python")
 DATA_SCRIPTS = blocks(ROOT / "docs" / "data.md", "python")
 LARGE_BATCH_SCRIPTS = blocks(ROOT / "docs" / "large-batches.md", "python")
 LOCAL_SCRIPTS = blocks(ROOT / "docs" / "local-steps.md", "python")
+BIG_MODEL_SCRIPTS = blocks(ROOT / "docs" / "big-models.md", "python")
 KEY_VALUE_SCRIPTS = blocks(ROOT / "docs" / "key-values.md", "python")
 
 
@@ -59,6 +60,11 @@ def test_a_script_in_the_guide_to_local_steps_runs_as_it_stands(name: str, tmp_p
     run_python(LOCAL_SCRIPTS[name], tmp_path, timeout_s=60)
 
 
+@pytest.mark.parametrize("name", BIG_MODEL_SCRIPTS)
+def test_a_script_in_the_guide_to_big_models_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    run_python(BIG_MODEL_SCRIPTS[name], tmp_path, timeout_s=60)
+
+
 @pytest.mark.parametrize("name", KEY_VALUE_SCRIPTS)
 def test_the_scripts_of_the_guide_to_keys_and_values_run_as_they_are(name: str, tmp_path: Path) -> None:
     run_python(KEY_VALUE_SCRIPTS[name], tmp_path, timeout_s=60)
@@ -73,9 +79,8 @@ def test_a_script_in_the_guide_to_data_runs_as_it_stands(name: str, tmp_path: Pa
 def test_the_scripts_of_the_guides_use_every_public_name() -> None:
     import unisono
 
-    text = "\n".join(
-        [*SCRIPTS.values(), *LARGE_BATCH_SCRIPTS.values(), *LOCAL_SCRIPTS.values(), *KEY_VALUE_SCRIPTS.values()]
-    )
+    guides = (SCRIPTS, LARGE_BATCH_SCRIPTS, LOCAL_SCRIPTS, BIG_MODEL_SCRIPTS, KEY_VALUE_SCRIPTS)
+    text = "\n".join(script for guide in guides for script in guide.values())
     in_signatures = {"EpochInfo", "Result", "StepInfo", "UnisonoError"}  # what a script gets, and need not name
     assert [name for name in unisono.__all__ if name not in in_signatures and f"unisono.{name}" not in text] == []
 

@@ -26,6 +26,8 @@ from unisono.train.metering import NO_METER, Meter, NoMeter, tokens_in, usage_of
 from unisono.train.precision import refuse_fp8
 from unisono.train.preparing import Prepared
 
+_UNORDERED = " does not have a deterministic implementation"  # in torch's words
+
 
 def settle_computing(run: RunSpec, request: Request, spec: JobSpec, device: torch.device) -> tuple[JobSpec, Prepared]:
     """How the model is to be computed; nothing is changed yet."""
@@ -80,6 +82,11 @@ def meter_for(job: Job) -> Meter | NoMeter:
     return Meter(card, job.spec.precision, lambda: job.comm.size, usage)
 
 
+def is_unordered(error: BaseException) -> bool:
+    """Whether torch has refused an operation because its results would vary."""
+    return _UNORDERED in str(error)
+
+
 @contextmanager
 def explained(job: Job) -> Iterator[None]:
     """Around a training."""
@@ -92,11 +99,10 @@ def explained(job: Job) -> Iterator[None]:
         asked = str(error).split(". GPU", 1)[0]
         raise explain(usage_of(job.request.model, job.request.optimizer, job.device), setting, asked) from error
     except RuntimeError as error:
-        operation, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if not found:
+        if not is_unordered(error):
             raise
         raise SetupError(
-            f"{operation} has no deterministic implementation on this GPU",
+            f"{str(error).partition(_UNORDERED)[0]} has no deterministic implementation on this GPU",
             where=process.user_line(error),
             cause="it adds up in any order, so the same run would not give the same bits twice",
             do="use another operation in its place, or give up the same bits with exact=False",

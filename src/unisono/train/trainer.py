@@ -35,7 +35,7 @@ from unisono.train.moving import to_device
 from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Parallel, Result, StepInfo
 from unisono.train.preparing import Prepared
-from unisono.train.settling import explained
+from unisono.train.settling import explained, is_unordered
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -230,7 +230,7 @@ class Trainer:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if "more than 1 value per channel" in str(error):
                 raise _too_small_for_batch_norm(batch) from error
-            if self._fits or isinstance(error, torch.OutOfMemoryError):
+            if self._fits or isinstance(error, torch.OutOfMemoryError) or is_unordered(error):
                 raise
             raise _does_not_fit(error, batch) from error
 

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Precision, compilation, recomputation, fused pieces and memory on a CUDA device: ``pytest -m gpu tests/gpu``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+from unisono.core import events
+from unisono.core.errors import DeviceMemory
+from unisono.core.run_dir import RunDir
+from unisono.parallel.read_back import read_back
+from unisono.train.metering import usage_of
+from unisono.train.precision import use_fp8
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from models.decoder import Decoder, DecoderConfig, next_token_loss
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda", 0)
+LENGTH, BATCH = 1024, 8
+CONFIG = DecoderConfig(512, LENGTH, width=256, layers=3, heads=4, hidden=512)
+
+
+def data(samples: int = 64) -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(CONFIG.vocabulary, (samples, LENGTH + 1), generator=generator)
+    return torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def model() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(CONFIG)
+
+
+def fit(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[unisono.Result, list[events.Event]]:
+    monkeypatch.setenv("UNISONO_RUN_DIR", str(folder))
+    built = model()
+    asked = {"loss": next_token_loss, "max_steps": 6, "microbatches": 1} | changes
+    result = unisono.Trainer(
+        built,
+        torch.optim.AdamW(built.parameters(), lr=1e-3),
+        data=unisono.Data(data(), shuffle=False),
+        batch_size=BATCH,
+        clip=unisono.Clip(norm=1.0),
+        **asked,
+    ).fit()
+    return result, list(events.read(RunDir(folder).events))
+
+
+def losses(found: list[events.Event]) -> list[float]:
+    return [event.loss for event in found if isinstance(event, events.StepFinished)]
+
+
+WAYS: list[dict[str, str]] = [
+    {"precision": "fp32"},
+    {"precision": "bf16"},
+    {"precision": "bf16-all", "compile": "blocks"},
+    {"precision": "bf16-all", "compile": "whole"},
+    {"precision": "fp16"},
+    {"precision": "fp8", "compile": "blocks"},
+    {"precision": "bf16", "recompute": "selective", "compile": "blocks"},
+    {"precision": "bf16", "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
+def test_attention_and_all_gives_the_same_bits_twice_and_learns_as_in_fp32(
+    way: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, told = fit(tmp_path / "1", monkeypatch, **way)
+    second, _ = fit(tmp_path / "2", monkeypatch, **way)
+    assert first.weights_sha256 == second.weights_sha256
+    _, usual = fit(tmp_path / "3", monkeypatch)
+    taken, wanted = losses(told), losses(usual)
+    skipped = first.skipped_steps
+    assert len(taken) + skipped == len(wanted)
+    if not skipped:
+        torch.testing.assert_close(torch.tensor(taken), torch.tensor(wanted), rtol=0.02, atol=0)
+    assert all(event.grad_norm is not None for event in told if isinstance(event, events.StepFinished))
+
+
+def test_a_trainer_with_one_microbatch_has_the_bits_of_a_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, told = fit(tmp_path, monkeypatch)
+    torch.use_deterministic_algorithms(True)
+    plain, found = model().to(GPU), []
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    x, y = (side.to(GPU) for side in data().tensors)
+    for step in range(6):
+        part = slice(step * BATCH % 64, step * BATCH % 64 + BATCH)
+        loss = next_token_loss(plain(x[part]), y[part])
+        found.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+    assert losses(told) == found
+    assert any(isinstance(event, events.Notice) and "fused AdamW" in event.text for event in told)
+
+
+def test_a_checkpoint_is_copied_beside_the_training_and_holds_its_own_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = fit(tmp_path / "whole", monkeypatch, precision="bf16")
+    monkeypatch.setenv("UNISONO_CHECKPOINT_EVERY", "2")
+    fit(tmp_path / "cut", monkeypatch, precision="bf16", max_steps=4)
+    resumed, told = fit(tmp_path / "cut", monkeypatch, precision="bf16")
+    assert [event.step for event in told if isinstance(event, events.Resumed)] == [4]
+    assert resumed.weights_sha256 == whole.weights_sha256
+
+
+def test_fp8_layers_are_near_bf16_and_twice_the_same() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)) for _ in range(2)).to(GPU)
+    x = torch.randn(256, 512, device=GPU)
+
+    def gradient() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            layers[0](x).float().square().mean().backward()
+        found = layers[0][0].weight.grad.clone()
+        layers.zero_grad()
+        return found
+
+    usual = gradient()
+    undo, words = use_fp8(layers)
+    narrow = gradient()
+    assert "4 linear layers" in words
+    assert float((narrow - usual).norm() / usual.norm()) < 0.15
+    assert torch.equal(narrow, gradient())
+    undo()
+
+
+def test_the_fused_loss_needs_less_memory_and_gives_the_same() -> None:
+    head = nn.Linear(256, 32768, bias=False).to(GPU)
+    features = torch.randn(8192, 256, device=GPU, requires_grad=True)
+    targets = torch.randint(32768, (8192,), device=GPU)
+    fused = unisono.nn.LinearCrossEntropy(head, chunk_tokens=512)
+
+    def measured(loss: Any) -> tuple[float, int]:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            value = loss()
+        value.backward()
+        features.grad = head.weight.grad = None
+        return value.item(), torch.cuda.max_memory_allocated() - before
+
+    usual, much = measured(lambda: nn.functional.cross_entropy(head(features), targets))
+    value, little = measured(lambda: fused(features, targets))
+    assert value == pytest.approx(usual, rel=2e-3)
+    assert little < much / 3
+
+
+def test_running_out_of_memory_names_the_category_and_three_remedies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.cuda.empty_cache()
+    capacity = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 4e8) / capacity, GPU)
+    try:
+        with pytest.raises(DeviceMemory) as caught:
+            fit(tmp_path, monkeypatch)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, GPU)
+        torch.cuda.empty_cache()
+    assert "most of which holds activations" in caught.value.what
+    assert len(caught.value.do.splitlines()) == 3
+    assert "saves about" in caught.value.do
+
+
+def test_memory_is_counted_by_category() -> None:
+    torch.cuda.empty_cache()
+    built = nn.Linear(1024, 1024, bias=False).to(GPU)
+    optimizer = torch.optim.AdamW(built.parameters())
+    built(torch.randn(4096, 1024, device=GPU)).square().mean().backward()
+    optimizer.step()
+    usage = usage_of(built, optimizer, GPU)
+    assert (usage.parameters, usage.gradients) == (1 << 22, 1 << 22)
+    assert usage.optimizer >= 2 << 22
+    assert usage.activations >= 4096 * 1024 * 4
+
+
+def test_an_operation_without_a_fixed_order_is_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return next_token_loss(scores, targets) + scores.flatten()[:64].kthvalue(3).values
+
+    with pytest.raises(unisono.UnisonoError, match="kthvalue"):
+        fit(tmp_path, monkeypatch, loss=loss)
+
+
+def test_a_number_is_read_as_it_was_when_it_was_asked_for() -> None:
+    busy = torch.randn(4096, 4096, device=GPU)
+    value = torch.ones((), device=GPU)
+    read = read_back(value)
+    for _ in range(20):
+        busy = busy @ busy * 1e-4
+    value.fill_(2.0)
+    assert read() == 1.0
