@@ -85,7 +85,8 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     find_line = partial(_line_of, job, plan, attempt, data)
     if not check_finite(job, reduced, state.step, find_line, plan.on_nonfinite):
         state.advance(math.nan, sum(data.step.counts), skipped=True)
-        job.save_if_wanted([row.riders for row in notes])
+        _heed_stop(job, state, notes)
+        job.save_if_wanted([row.riders for row in notes], is_last=_stop_now(job, state))
         return any(row.change for row in notes)
     # Noise that an optimizer or a callback draws must not depend on which microbatch came last here.
     seeds.apply(seeds.derive(job.spec.seed, "update", state.step))
@@ -100,11 +101,7 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     for _ in range(steps):
         plan.after_step()
     state.advance(reduced.loss, sum(data.step.counts), steps=steps)
-    if asked := max(row.stop for row in notes):
-        state.stopped_early = "the script asked to stop"
-        if asked == STOPPED_BY_RUN:
-            state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
-            state.stopped_by_run = True
+    _heed_stop(job, state, notes)
     noise = observe_noise(state, job.spec.batch_size, reduced, sum(data.step.counts))
     report_step(job, state, reduced, lr, time.perf_counter() - started + data.waited_s, noise)
     if state.step > job.told:
@@ -114,6 +111,15 @@ def one_step(job: Job, plan: Plan, state: TrainState, data: Loaded) -> bool:
     # Before the epoch's end is gone through: a run that is taken up again, or is given more steps, goes on inside it.
     job.save_if_wanted([row.riders for row in notes], is_last=_stop_now(job, state))
     return any(row.change for row in notes)
+
+
+def _heed_stop(job: Job, state: TrainState, notes: Sequence[Notes]) -> None:
+    """Whoever has asked for the end, it comes after this step, also when the step was skipped."""
+    if asked := max(row.stop for row in notes):
+        state.stopped_early = "the script asked to stop"
+        if asked == STOPPED_BY_RUN:
+            state.stopped_early = job.session.station.stop_because or "the run was asked to stop"
+            state.stopped_by_run = True
 
 
 def catch_up(job: Job, plan: Plan, state: TrainState, step: int, epoch: int) -> None:
