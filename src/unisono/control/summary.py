@@ -43,6 +43,8 @@ class Summary:
     saved: events.CheckpointSaved | None = None
     read: events.DataRead = field(default_factory=events.DataRead)
     noise: str = ""
+    cut: str = ""
+    stages: str = ""
     device: events.DeviceMeasured | None = None
     staleness: StalenessTold = field(default_factory=StalenessTold)
     chosen: list[events.CommChosen] = field(default_factory=list)
@@ -82,6 +84,8 @@ class Summary:
             ("checkpoint", f"step {self.saved.step:,}, {size(self.saved.bytes)}" if self.saved else ""),
             ("data", describe_reading(self.read)),
             ("noise", self.noise),
+            ("mesh", self.cut),
+            ("pipeline", self.stages),
             *describe_device(self.device),
             ("comm", describe_choice(self.chosen[-1]) if self.chosen else ""),
             ("compress", self.codecs.words),
@@ -145,6 +149,10 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.read += event
     elif isinstance(event, events.NoiseScale):
         summary.noise = event.text
+    elif isinstance(event, events.ModelCut):
+        summary.cut = f"{event.mesh}: {event.text}"
+    elif isinstance(event, events.StagesTimed):
+        summary.stages = event.text
     elif isinstance(event, events.DeviceMeasured):
         summary.device = event
     elif isinstance(event, events.Staleness):

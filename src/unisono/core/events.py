@@ -20,7 +20,9 @@ from unisono.core.measured_events import CodecChanged as CodecChanged
 from unisono.core.measured_events import CodecsChosen as CodecsChosen
 from unisono.core.measured_events import CommChosen as CommChosen
 from unisono.core.measured_events import DeviceMeasured as DeviceMeasured
+from unisono.core.measured_events import ModelCut as ModelCut
 from unisono.core.measured_events import NoiseScale as NoiseScale
+from unisono.core.measured_events import StagesTimed as StagesTimed
 from unisono.core.measured_events import Staleness as Staleness
 
 

@@ -95,3 +95,33 @@ class Staleness(Event):
     pushed: int = 0  # in the round that has just ended, by the workers that are there
     acknowledged: int = 0  # those of them whose worker was told that they were made
     applied: int = 0  # pieces of the round that every server has made
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCut(Event):
+    """How the ranks of every replica share the model, in words; `lines` have the details."""
+
+    kind = "model_cut"
+    mesh: str
+    text: str
+    lines: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesTimed(Event):
+    """One microbatch on its way through the pipeline of the first replica, measured."""
+
+    kind = "stages_timed"
+    step: int
+    schedule: str
+    chunks: int
+    bubbles: list[float]  # by stage's rank: the share of the time in which it computed nothing
+    predicted: float  # the mean of that by the schedule alone, if all stages took equally long
+
+    @property
+    def text(self) -> str:
+        mean = sum(self.bubbles) / max(1, len(self.bubbles))
+        return (
+            f"{self.schedule}, {self.chunks} chunks on {len(self.bubbles)} ranks: {mean:.0%} bubble "
+            f"({self.predicted:.0%} by the schedule), worst rank {max(self.bubbles, default=0.0):.0%}"
+        )

@@ -107,6 +107,8 @@ class Progress:
             self.read += event
         elif isinstance(event, events.NoiseScale):
             self.noise = event.text  # told at the end
+        elif isinstance(event, events.ModelCut):
+            self._line(f"mesh     {event.mesh}: {event.text}")
         elif (text := describe_change(event)) is not None:
             self._line(text)
 

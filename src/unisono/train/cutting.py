@@ -71,6 +71,23 @@ class Cutting:
             said += [f"{plan.schedule} in {plan.chunks} chunks, stages at {' '.join(self.stages.boundaries)}"]
         return "; ".join(said)
 
+    @property
+    def words(self) -> str:
+        """For people, in one line."""
+        said = []
+        if self.tensors is not None:
+            whole = f", {len(self.tensors.whole)} stay whole" if self.tensors.whole else ""
+            said.append(f"{len(self.tensors.sharded)} layers cut over {self.mesh.tp} ranks{whole}")
+        if self.stages is not None:
+            said.append(f"stages begin at {', '.join(self.stages.boundaries)}")
+        if self.mesh.fsdp > 1:
+            said.append(f"parameters in {self.mesh.fsdp} parts, ZeRO {self.asked.zero}")
+        return "; ".join(said)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.tensors.describe().splitlines() if self.tensors is not None else []
+
     def carry_out(
         self, model: nn.Module, meshes: DeviceMesh, device: torch.device, make: Make, loss: Loss | None
     ) -> Cut:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from unisono.comm.codecs import Compression, parse_codec
 from unisono.comm.faulty import faulty
 from unisono.comm.inner import ALONE, LedComm
 from unisono.comm.mesh_address import hosts_of
@@ -25,24 +23,17 @@ from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.comm.transport import choose, describe
-from unisono.core import events, seeds
+from unisono.core import events
 from unisono.core.errors import SetupError
-from unisono.core.spec import JobSpec, RunSpec, resolve_microbatches
+from unisono.core.spec import JobSpec, resolve_microbatches
 from unisono.data.anybody import AnybodysLoader
 from unisono.data.loading import Loader, open_loader
 from unisono.data.rounds import RoundLoader
 from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.elastic.station import Alone
-from unisono.parallel import STRATEGIES
-from unisono.parallel.allreduce import AllReduce
-from unisono.parallel.asynchronous import Asynchronous
-from unisono.parallel.grouped import Grouped
-from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.streaming import Streaming
 from unisono.train import numerics
-from unisono.train.adding import Adding
 from unisono.train.agreement import facts_of
 from unisono.train.capturing import capture, take_up
 from unisono.train.checkpoints import Checkpoints
@@ -52,20 +43,19 @@ from unisono.train.job import Job, Request
 from unisono.train.loss_scale import LossScale
 from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
-from unisono.train.preparing import Prepared
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
-from unisono.train.replica import Replica, give_values, open_replica
+from unisono.train.replica import give_values, open_replica
 from unisono.train.resuming import Home, TakenUp, open_home
 from unisono.train.settling import meter_for, settle_computing
+from unisono.train.strategies import open_strategy, settle_local_steps
 
-_LOCAL_STEPS = 16  # in a round, if nobody says
 _ROUND_STEPS = 16  # after which workers meet that do not wait for each other
 
 
 def open_job(context: Context, request: Request) -> Job:
     place = context.place
     home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
-    request = replace(request, local=_local_steps(context.spec, request.local))
+    request = replace(request, local=settle_local_steps(context.spec, request.local))
     device = numerics.choose_device(context.spec.device, *_slot(context))
     spec, prepared = settle_computing(context.spec, request, _resolve(context, request, home.microbatches), device)
     _refuse_foreign_parameters(request)
@@ -86,7 +76,7 @@ def open_job(context: Context, request: Request) -> Job:
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
-    strategy = _open_strategy(context, request, spec, reached, device, update, prepared, trained, replica)
+    strategy = open_strategy(context, request, spec, reached, device, update, prepared, trained, replica)
     comm = strategy.comm
     try:
         prepared.prepare(trained, spec.exact, context.run_dir.path / "compiled")
@@ -128,6 +118,8 @@ def open_job(context: Context, request: Request) -> Job:
         raise
     job.meter = meter_for(job)
     _announce(job, home, taken)
+    if replica is not None:
+        job.emit(replica.told)
     if job.is_first and home.store is not None and not home.interval.is_never:
         expected = checkpoint_bytes(request.model, request.optimizer)
         expected += spec.microbatches * carried_bytes(job.carried)
@@ -204,161 +196,10 @@ def _refuse_foreign_parameters(request: Request) -> None:
         )
 
 
-def _local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
-    """What the command says about the strategy comes before what the script says."""
-    wishes: dict[str, Any] = {"h": spec.local_steps, "outer": spec.outer or None, "fragments": spec.fragments}
-    given = {key: value for key, value in wishes.items() if value is not None}
-    options = {"h": "local-steps", "outer": "outer", "fragments": "fragments"}
-    if spec.strategy in ("allreduce", "ps") or (not spec.strategy and asked is None):
-        if given:
-            raise SetupError(
-                f"--{options[next(iter(given))]} cannot take effect",
-                cause="it belongs to the strategy local",
-                do="add --strategy local, or leave it out",
-            )
-        return None
-    return replace(asked or LocalSteps(h=_LOCAL_STEPS), **given)
-
-
 def _slot(context: Context) -> tuple[int, int]:
     """Which of the machine's devices is this rank's, and how many its ranks need."""
     place, ranks = context.place, context.spec.replica.ranks
     return (place.slot * ranks + place.rank, place.local * ranks) if place else (0, 1)
-
-
-def _open_strategy(
-    context: Context,
-    request: Request,
-    spec: JobSpec,
-    comm: Comm,
-    device: torch.device,
-    update: Update,
-    prepared: Prepared,
-    trained: nn.Module,
-    replica: Replica | None,
-) -> AllReduce | Local:
-    """`trained` is the model that computes; `request.model` what is added up of it here."""
-    local = request.local
-    if context.spec.strategy == "ps":
-        return _servers(context, request, spec, comm, device, update)
-    way = "direct" if replica and context.spec.comm == "auto" else context.spec.comm
-    adding = Adding(
-        way,
-        spec,
-        request.model,
-        device,
-        context.emit,
-        wide_sums=local is not None,
-        fragments=local.fragments if local else 1,
-    )
-    made = _strategy(request) if replica is None else partial(Grouped, group=replica.group)
-    strategy = made(
-        trained if replica else request.model,
-        request.optimizer,
-        comm,
-        update,
-        lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
-        adding,
-        carry=adding.carry,
-    )
-    adding.carried = strategy.carried
-    if isinstance(strategy, Grouped):
-        update.norm_of_all = strategy.norm
-    if isinstance(strategy, AllReduce):
-        adding.shapes_of = strategy.shapes
-        strategy.scale = prepared.scale
-    if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
-        strategy.noise_every = context.spec.noise_every
-    return strategy
-
-
-def _servers(
-    context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
-) -> ParameterServer:
-    refusals = {
-        "a loop of one's own": not request.has_end,
-        f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
-        "exact=False": not request.exact,
-        f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
-        f"--device {device.type}": device.type != "cpu",
-    }
-    for what, refused in refusals.items():
-        if refused:
-            raise SetupError(f"--strategy ps and {what} do not go together yet", do="leave out one of the two")
-    _refuse_codes(spec.compress)
-    common = (
-        request.model,
-        request.optimizer,
-        comm,
-        update,
-        lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
-    )
-    bound, copies = context.spec.bound, context.spec.copies or 1
-    if bound == 0:
-        adding = Adding("direct", spec, request.model, device, context.emit)
-        served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
-        adding.carried, adding.shapes_of = served.carried, served.shapes
-        return served
-    strategy = Asynchronous(
-        *common,
-        copies=copies,
-        bound=bound,
-        delayed=context.spec.delayed,
-        fresh=context.spec.fresh or "pull",
-        compression=_compression_of_slices(request.model, spec),
-        seed=spec.seed,
-        emit=context.emit,
-    )
-    strategy.counts = request.count is not None
-    return strategy
-
-
-def _compression_of_slices(model: nn.Module, spec: JobSpec) -> Compression:
-    compression = parse_codec(spec.compress)
-    trained = {str(p.dtype) for p in model.parameters() if p.requires_grad}
-    if compression.codec is not None and trained and "torch.float32" not in trained:
-        raise SetupError(
-            f"--compress {spec.compress} cannot take effect",
-            cause=f"codecs are for float32; the gradients are {', '.join(sorted(trained))}",
-            do="leave out --compress",
-        )
-    return compression
-
-
-def _refuse_codes(compress: str) -> None:
-    """What servers cannot be pushed compressed."""
-    if compress == "auto":
-        raise SetupError(
-            "--strategy ps and --compress auto do not go together yet",
-            cause="what a codec would save is predicted for all-reduce, not for pushes to servers",
-            do="name a codec, such as --compress int8, or leave out --strategy ps",
-        )
-
-
-def _strategy(request: Request) -> Callable[..., AllReduce | Local]:
-    if request.local is not None:
-        return _local(request, request.local)
-    if request.batch_norm == "local":
-        return STRATEGIES["allreduce"]
-    if not request.exact:
-        raise SetupError('batch_norm="synchronised" is exact only', do="leave out exact=False")
-    return STRATEGIES["synchronised"]
-
-
-def _local(request: Request, local: LocalSteps) -> Callable[..., Local]:
-    if not request.has_end:
-        raise SetupError(
-            "local steps need unisono.Trainer",
-            cause="a loop of your own makes its updates where it likes, and each replica needs some of its own",
-            do="use Trainer(..., local=LocalSteps(...)), or all-reduce",
-        )
-    if request.batch_norm != "local":
-        raise SetupError(
-            f"batch_norm={request.batch_norm!r} and local steps exclude each other",
-            cause="replicas update at their own pace, so no batch norm of all of them has a batch in common",
-            do='leave out batch_norm="synchronised": statistics are averaged at the end of each round',
-        )
-    return partial(Local if local.fragments == 1 else Streaming, local=local)
 
 
 def _open_loader(request: Request, spec: JobSpec, bound: int | None) -> Loader:

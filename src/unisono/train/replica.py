@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import World
-from unisono.core import seeds
+from unisono.core import events, seeds
 from unisono.core.errors import ReplicasDisagree, SetupError
 from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import JobSpec, RunSpec
@@ -46,6 +46,7 @@ class Replica:
     spread: Spread
     model: nn.Module  # what computes here
     text: str  # how the ranks share the work, where that decides bits
+    told: events.ModelCut
 
 
 def open_replica(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Replica | None:
@@ -72,7 +73,8 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
     group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline)
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
-    return Replica(world, group, spread, cut.model, cutting.text)
+    told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
+    return Replica(world, group, spread, cut.model, cutting.text, told)
 
 
 def _example(request: Request) -> Tensor | None:

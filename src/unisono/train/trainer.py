@@ -36,6 +36,7 @@ from unisono.train.opening import open_job
 from unisono.train.options import Callback, Clip, EarlyStop, EpochInfo, Parallel, Result, StepInfo
 from unisono.train.preparing import Prepared
 from unisono.train.settling import explained, is_unordered
+from unisono.train.stages_told import tell_stages
 
 Loss = Callable[[Any, Any], Tensor]
 Objective = Callable[[nn.Module, Any], Tensor]
@@ -211,6 +212,8 @@ class Trainer:
         )
 
     def _on_step(self, info: StepInfo) -> None:
+        assert self._job is not None
+        tell_stages(self._job, info.step)
         for callback in self.callbacks:
             callback.on_step(info)
 
