@@ -75,8 +75,8 @@ class Borrowing(Exchange):
             for (message, _), coming in zip(self._receives, self._incoming, strict=True)
         ]
 
-    def give_back(self) -> None:
-        self._pump.give_back(self)
+    def give_back(self, at_once: bool = False) -> None:
+        self._pump.give_back(self, at_once)
 
 
 def tensor_at(memory: memoryview, like: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Pump:
             self._miss_those_who_left()
         return pending
 
-    def give_back(self, pending: Borrowing) -> None:
+    def give_back(self, pending: Borrowing, at_once: bool = False) -> None:
         """Raises the loss if a lender has changed its mind meanwhile: what was read may then be anything."""
         with self._lock:
             self._raise_loss()
@@ -166,6 +166,9 @@ class Pump:
                 except Broken as broken:
                     self._lose(self._as_seen_here(broken.loss, link))
             self._raise_loss()
+            for link in dict.fromkeys(link for link, _ in pending.messages) if at_once else ():
+                if link.can_write:
+                    self._write(link)
 
     def wait(self, pending: Count) -> None:
         deadline = time.monotonic() + self._patience_s

@@ -27,14 +27,20 @@ _PACE_STEPS = 20  # some warm up
 
 
 class SliceOptimizer:
-    """`parameters` as the layout counts them. Changes the weights of the slice that it was made of in place."""
+    """`parameters` as the layout counts them. Keeps the weights in `room`, if it is given, and changes them in place."""
 
     def __init__(
-        self, made_of: Slice, optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout
+        self,
+        made_of: Slice,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        room: Tensor | None = None,
     ) -> None:
         self._user, self._bucket = optimizer, made_of.bucket
         self.start, self.stop = made_of.start, made_of.stop  # of the bucket
-        self.version, self.weights, self.seen = made_of.version, made_of.weights.clone(), dict(made_of.seen)
+        self.version, self.seen = made_of.version, dict(made_of.seen)
+        self.weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
         self._parts = {one.parameter: nn.Parameter(self.weights[one.here]) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
