@@ -53,13 +53,17 @@ def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device)
 class Trade:
     """An exchange whose `rows` have come: the receives' tensors, or others in their place, to be read until `end`."""
 
-    def __init__(self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+    def __init__(
+        self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int, borrows: bool = True
+    ) -> None:
+        """`borrows`: whether the rows may be in others' memory."""
+        borrows = borrows and any(message.tensor.nbytes >= _WORTH_A_LOAN for message in receives)
         self._outgoing: Pending = DONE
         self._loan: Loan | None = None
         self.rows: list[Tensor]
         if not receives:
             self._outgoing, self.rows = comm.exchange(sends, [], tag), []
-        elif isinstance(comm, Sharing) and any(message.tensor.nbytes >= _WORTH_A_LOAN for message in receives):
+        elif isinstance(comm, Sharing) and borrows:
             self._outgoing = comm.exchange(sends, [], tag)
             self._loan = comm.borrow(receives, tag)
             self._loan.wait()

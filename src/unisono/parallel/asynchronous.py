@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.comm.asking import Asker, Room, Words
+from unisono.comm.asking import Asker, Borrowed, Here, Room, Words
 from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.tree import Landing
@@ -31,7 +31,7 @@ from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PIECE, PULL, PUSH, TAKE, Delayed, Owner, Tallies, bits, spans
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import in_memory, pace_of
+from unisono.parallel.slice_optimizer import in_memory, leaves_gradients, pace_of
 from unisono.parallel.slices import Seen, segments
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 
@@ -55,6 +55,7 @@ class Asynchronous(ParameterServer):
         _refuse_mixed(self.model)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
+        self._leaves_gradients = leaves_gradients(self.optimizer)
         self._owner: Owner | None = None  # while a round is on
         self._finished: Seen = {}
         self._ranges: list[range] = []
@@ -170,6 +171,7 @@ class Asynchronous(ParameterServer):
             self.copies,
             self._pace,
             self.delayed,
+            self._leaves_gradients,
         )
 
     def _next_piece(self, finished: Piece | None) -> tuple[Piece, int] | None:
@@ -231,20 +233,21 @@ class Asynchronous(ParameterServer):
             vectors = [*self._slices_of(rank, gradients), _flags(gradients.used)] if pushed is not None else []
             words = Words(what, (self._known[rank], *numbers), vectors)
             asked.append((rank, self._begin_asking(rank, words)))
-        for rank, wait in asked:
-            answer = wait()
+        for rank, question in asked:
+            answer = question.wait()
             self._known[rank] = answer.numbers[0]
             if answer.vectors:
                 self._put(rank, answer.vectors[0], gradients)
+            question.end()
 
     def _ask(self, rank: int, words: Words) -> Words:
-        return self._begin_asking(rank, words)()
+        return self._begin_asking(rank, words).wait()
 
-    def _begin_asking(self, rank: int, words: Words) -> Callable[[], Words]:
+    def _begin_asking(self, rank: int, words: Words) -> Borrowed:
         if rank == self.comm.rank:
             assert self._owner is not None
-            return partial(self._owner.answer, rank, words)
-        return self._asker.ask(rank, words, self._rooms[rank]).wait
+            return Here(partial(self._owner.answer, rank, words))
+        return self._asker.borrow(rank, words, self._rooms[rank])
 
     def _slices_of(self, rank: int, gradients: Gradients) -> list[Tensor]:
         """Our gradient of an owner's slices."""

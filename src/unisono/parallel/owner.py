@@ -99,9 +99,11 @@ class Owner:
         copies: int,
         pace: Callable[[float], float],
         delayed: Delayed = "",
+        leaves_gradients: bool = False,
     ) -> None:
         """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights. `pace`:
-        by what to multiply the learning rate for an update from so much of a step. `delayed`: see `Delayed`."""
+        by what to multiply the learning rate for an update from so much of a step. `delayed`: see `Delayed`.
+        `leaves_gradients`: the optimizer does, so that they can stay where the worker has them."""
         self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
         self._pace, self._delayed = pace, delayed
         self._pushes_a_step = len(membership.workers)
@@ -118,7 +120,8 @@ class Owner:
         self._asker, self._room = Asker(comm, lane=1), Room()
         workers = [rank for rank in membership.workers if rank != comm.rank]
         self._of_owners = Answering(comm, [*self._copies], self._copy, self._break, lane=1)
-        self._of_workers = Answering(comm, workers, self.answer, self._break)
+        borrows = leaves_gradients and delayed != "compensate"
+        self._of_workers = Answering(comm, workers, self.answer, self._break, borrows=borrows)
 
     def finish(self) -> None:
         """When all workers have said farewell. Raises `PeerLost`."""

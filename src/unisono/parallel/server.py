@@ -202,6 +202,7 @@ class ParameterServer(AllReduce):
                 self._owned.collect_copies(target, bucket)
         self._summed = self.version
         reduced = super()._settle(gradients, blocked_s, notes)
+        self._owned.await_sent()  # owners take the gradients before they settle
         self._used = [parameter.grad is not None for parameter in gradients.parameters]
         return reduced
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of weights from the owners of slices into everybody's parameters: one copy, on the core of whoever wants them.
+"""The way of weights from the owners of slices into everybody's parameters: one copy, by whoever wants them.
 
-Weights of slices lie in memory that others of the host can read (`room_for`). `Routes` says which part of whose slice is
-which part of which parameter. Nothing is written before all owners have shown theirs: an owner changes them only in the
-next step, and a lost one not at all, so from there on nobody can be stopped half way. Called by the server strategies.
+Weights of slices lie in memory that others of the host can read (`room_for`). `Routes` says which part of whose slice
+is which part of which parameter. Nothing is written before all owners have shown theirs: an owner changes them only in
+the next step, and a lost one not at all, so from there on nobody can be stopped half way. Called by server strategies.
 """
 
 from __future__ import annotations
