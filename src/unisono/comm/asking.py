@@ -37,13 +37,18 @@ VERBS = 16  # of one subject: see `by_subject`
 Answer = Callable[[int, "Words"], "Words"]
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Words:
-    """A question or an answer. `vectors` have one dimension."""
+    """A question or an answer. `vectors` have one dimension. `taken` is called when an answer has been read."""
 
     what: int
     numbers: tuple[int, ...] = ()
     vectors: Sequence[Tensor] = ()
+    taken: Callable[[], None] = _nothing
 
     @property
     def size_bytes(self) -> int:
@@ -227,8 +232,11 @@ class Answering:
                 if question.what == _FAREWELL:
                     return self._on_farewell(peer)
                 answer = self._answer(peer, question)
-                trade.end()
-                _send(self._comm, peer, answer, _ANSWER + self._lane).wait()
+                try:
+                    trade.end()
+                    _send(self._comm, peer, answer, _ANSWER + self._lane).wait()
+                finally:
+                    answer.taken()
         except BaseException as error:
             self._fail(error)
 

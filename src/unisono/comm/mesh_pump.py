@@ -120,6 +120,7 @@ class Pump:
         self._epoll.register(self._wake, select.EPOLLIN)
         known = arenas or Arenas(enabled=False)
         self._links = {rank: Link(line, workers[rank], known) for rank, line in (lines or {}).items()}
+        self._near = {rank for rank, line in (lines or {}).items() if line.lanes is not None}
         self._by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
         with self._lock:
             for descriptor, link in self._by_descriptor.items():
@@ -169,6 +170,9 @@ class Pump:
             for link in dict.fromkeys(link for link, _ in pending.messages) if at_once else ():
                 if link.can_write:
                     self._write(link)
+
+    def reads_here(self, rank: int) -> bool:
+        return rank in self._near
 
     def wait(self, pending: Count) -> None:
         deadline = time.monotonic() + self._patience_s

@@ -164,6 +164,7 @@ class Asynchronous(ParameterServer):
             self.comm,
             self._membership,
             self._held,
+            self._weights_held,
             gradients.layout,
             kind,
             self.tallies,
@@ -237,7 +238,7 @@ class Asynchronous(ParameterServer):
             answer = question.wait()
             self._known[rank] = answer.numbers[0]
             if answer.vectors:
-                self._put(rank, answer.vectors[0], gradients)
+                self._put(rank, answer.vectors, gradients)
             question.end()
 
     def _ask(self, rank: int, words: Words) -> Words:
@@ -254,10 +255,11 @@ class Asynchronous(ParameterServer):
         buckets = self._buckets(gradients)
         return [buckets[span.place[0]][span.inside] for span in spans(gradients.layout, self._membership, rank)]
 
-    def _put(self, rank: int, vector: Tensor, gradients: Gradients) -> None:
-        """An owner's weights into the model."""
-        for span in spans(gradients.layout, self._membership, rank):
-            part = vector[span.here]
+    def _put(self, rank: int, vectors: Sequence[Tensor], gradients: Gradients) -> None:
+        """An owner's weights into the model: all in one vector, or each slice in its own."""
+        found = spans(gradients.layout, self._membership, rank)
+        parts = vectors if len(vectors) == len(found) else [vectors[0][span.here] for span in found]
+        for span, part in zip(found, parts, strict=True):
             for one in segments(gradients.layout, *span.place):
                 in_memory(gradients.parameters[one.parameter])[one.inside] = part[one.here]
 

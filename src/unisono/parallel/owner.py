@@ -24,7 +24,7 @@ from torch import Tensor
 from unisono.comm.asking import Answering, Asker, Room, Words
 from unisono.comm.reducers.owned import shared_out
 from unisono.comm.seam import Comm
-from unisono.comm.sharing import empty_for
+from unisono.comm.sharing import empty_for, reads_here
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
@@ -34,6 +34,7 @@ from unisono.parallel.slices import Place
 
 TAKE, PUSH, PULL, COPY, PIECE, OVER, WEIGHTS = range(7)
 
+_VECTORS = 100  # in one answer
 COMPENSATION = 0.04  # as Zheng et al. 2017 have it
 
 Delayed = Literal["", "scale", "compensate"]
@@ -92,6 +93,7 @@ class Owner:
         comm: Comm,
         membership: Membership,
         held: Held,
+        weights: Mapping[Place, Tensor],
         layout: Layout,
         kind: Tensor,
         tallies: Tallies,
@@ -101,14 +103,17 @@ class Owner:
         delayed: Delayed = "",
         leaves_gradients: bool = False,
     ) -> None:
-        """`clock` for the first of the owners. `kind`: a tensor of the dtype and on the device of the weights. `pace`:
-        by what to multiply the learning rate for an update from so much of a step. `delayed`: see `Delayed`.
+        """`weights` of what is `held`, by place. `clock` for the first of the owners. `kind`: a tensor of the dtype and
+        on the device of the weights. `pace`: by what to multiply the learning rate for an update from so much of a
+        step. `delayed`: see `Delayed`.
         `leaves_gradients`: the optimizer does, so that they can stay where the worker has them."""
         self._comm, self._held, self._kind, self._tallies, self._clock = comm, held, kind, tallies, clock
-        self._pace, self._delayed = pace, delayed
+        self._pace, self._delayed, self._weights = pace, delayed, weights
         self._pushes_a_step = len(membership.workers)
         self._spans, self._is_broken = spans(layout, membership, comm.rank), False
-        self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
+        self._copying, self._counting, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
+        self._turn = threading.Condition()  # to change our weights, or to look at them
+        self._readers = self._waiting = 0  # who look at them now; who wait for their turn
         owners = [*membership.owners]
         at = owners.index(comm.rank)
         self._copies: dict[int, list[Span]] = {}  # of which further owners they are: whose updates come from whom
@@ -147,7 +152,12 @@ class Owner:
         if question.what == TAKE:
             return self._hand_out(rank, question.numbers)
         known = question.numbers[0]
-        with self._lock:
+        with self._counting:
+            self._waiting += 1
+        with self._turn:
+            self._turn.wait_for(lambda: not self._readers)
+            with self._counting:
+                self._waiting -= 1
             if question.what == PUSH:
                 self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
             return self._fresh(rank, known)
@@ -215,11 +225,26 @@ class Owner:
                     one.step(gradient[first : first + one.stop - one.start], used, pace)
                 one.seen[piece] = loss
 
+    def _may_read(self, rank: int) -> bool:
+        """Whether this worker may read our weights where they are. Nobody's update is made meanwhile, so not when one
+        waits for its turn; and not when we must remember what it has read."""
+        few = len(self._spans) <= _VECTORS
+        return not self._waiting and few and self._delayed != "compensate" and reads_here(self._comm, rank)
+
+    def _has_read(self) -> None:
+        with self._turn:
+            self._readers -= 1
+            self._turn.notify_all()
+
     def _fresh(self, rank: int, known: int) -> Words:
         """Our weights for this worker, unless it has them."""
         tallies, length = self._tallies, length_of(self._spans)
         if known == tallies.updates:
             return Words(WEIGHTS, (known,))
+        if self._may_read(rank):
+            self._readers += 1
+            vectors = [self._weights[span.place] for span in self._spans]
+            return Words(WEIGHTS, (tallies.updates,), vectors, taken=self._has_read)
         room = tallies.rooms.get(rank)
         if room is None or room.numel() != length:
             room = tallies.rooms[rank] = empty_for(self._comm, length, self._kind.dtype, self._kind.device)
