@@ -108,8 +108,9 @@ class Work:
             return sum(parameter.nbytes for parameter in self.make().parameters())
 
 
+READY = "ready"
 WORKS = {
-    "ready": Work(Ready, as_it_is, pictures, 1, 0.1, 384),
+    READY: Work(Ready, as_it_is, pictures, 1, 0.1, 192),
     "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.1, 192),
     "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.1, 384),
     "decoder": Work(Decoder, token_loss, ladders, 2, 0.1, 128),
