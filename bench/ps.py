@@ -24,6 +24,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def run_unisono(case: Case, mode: str, folder: Path, timeout_s: float) -> Entry:
         if event["kind"] == "step_finished"
     ]
     loss = json.loads((folder / "run" / "result.json").read_text())["metrics"]["loss"]
-    return {"marks": marks, "loss": loss, "elsewhere": outcome.elsewhere}
+    return {"marks": marks, "loss": loss, "elsewhere": outcome.elsewhere, "used": outcome.used}
 
 
 def run_peer(case: Case, mode: str, folder: Path, timeout_s: float, launcher: Sequence[Word], **env: str) -> Entry:
@@ -101,7 +102,7 @@ def run_peer(case: Case, mode: str, folder: Path, timeout_s: float, launcher: Se
     result: Entry = json.loads((folder / "result.json").read_text())
     unwaited = folder / "unwaited_s"  # Ray's processes leave their parents, so their time looks like somebody else's
     ours = float(unwaited.read_text()) / outcome.seconds / len(os.sched_getaffinity(0)) if unwaited.exists() else 0.0
-    return result | {"elsewhere": max(0.0, outcome.elsewhere - ours)}
+    return result | {"elsewhere": max(0.0, outcome.elsewhere - ours), "used": outcome.used}
 
 
 def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) -> Entry:
@@ -127,7 +128,20 @@ def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) ->
     if len(counted) < 2 or counted[-1][0] != case.pushes:
         raise Failed(f"{case.pushes} pushes were asked for; behind the warm-up there are marks at {counted}")
     (first, started_s), (last, ended_s) = counted[0], counted[-1]
-    return result | {"pushes_per_s": (last - first) / (ended_s - started_s)}
+    used = result.pop("used")
+    used_s = used_until(used, ended_s) - used_until(used, started_s)
+    return result | {
+        "pushes_per_s": (last - first) / (ended_s - started_s),
+        "processor_ms": 1e3 * used_s / (last - first),
+    }
+
+
+def used_until(used: Sequence[tuple[float, float]], when_s: float) -> float:
+    """Processor seconds, between two looks in proportion."""
+    for (before_s, less), (after_s, more) in pairwise(used):
+        if before_s <= when_s <= after_s:
+            return less + (more - less) * (when_s - before_s) / (after_s - before_s)
+    return used[0][1] if when_s < used[0][0] else used[-1][1]
 
 
 def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) -> Entry:
@@ -147,8 +161,8 @@ def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) 
                     note(f"{where}: FAILED, {error}")
                     continue
                 runs[mode][system].append(result)
-                rate, busy = result["pushes_per_s"] / case.workers, result["elsewhere"]
-                note(f"{where}: {rate:.2f} steps/s, loss {result['loss']:.3f}, machine {busy:.0%} busy elsewhere")
+                rate, busy, took_ms = result["pushes_per_s"] / case.workers, result["elsewhere"], result["processor_ms"]
+                note(f"{where}: {rate:.2f} steps/s, {took_ms:.1f} processor ms a push, {busy:.0%} busy elsewhere")
     return {"case": asdict(case), "runs": runs, "failures": failures, "summary": summarise(case, runs)}
 
 
@@ -161,21 +175,16 @@ def summarise(case: Case, runs: dict[str, dict[str, list[Entry]]]) -> Entry:
             if results:
                 rate = median([result["pushes_per_s"] for result in results])
                 loss = median([result["loss"] for result in results])
-                found = {"steps_per_s": rate / case.workers, "gb_per_s": rate * travelled, "loss": loss}
-                summary.setdefault(mode, {})[system] = found
+                used_ms = median([result["processor_ms"] for result in results])
+                found = {"steps_per_s": rate / case.workers, "gb_per_s": rate * travelled}
+                summary.setdefault(mode, {})[system] = {**found, "processor_ms": used_ms, "loss": loss}
     return summary
 
 
 def computing_alone(model: str, options: argparse.Namespace) -> float:
     """Seconds of one worker for one gradient, with nothing else on the machine: no system can be faster."""
-    words: list[Word] = [
-        sys.executable,
-        BENCH / "workload_ps_model.py",
-        "--model",
-        model,
-        "--pushes",
-        str(QUICK_PUSHES),
-    ]
+    words: list[Word] = [sys.executable, BENCH / "workload_ps_model.py"]
+    words += ["--model", model, "--pushes", str(ALONE_PUSHES)]
     seconds = json.loads(run(words, options.timeout_s).output.splitlines()[-1])["gradient_s"]
     return median(seconds[len(seconds) // 4 :])
 
@@ -194,7 +203,8 @@ def over(entry: Entry, mode: str, peer: str) -> float | None:
 
 PUSH_HEADER = (
     "workers", "servers", "mode", *(f"{name} GB/s" for name in SYSTEMS.values()),
-    *(f"Unisono/{SYSTEMS[peer]} (goal ≥ {GOAL:g})" for peer in PEERS), "busy elsewhere",
+    *(f"Unisono/{SYSTEMS[peer]} (goal ≥ {GOAL:g})" for peer in PEERS),
+    *(f"{name} processor ms/push" for name in SYSTEMS.values()), "busy elsewhere",
 )  # fmt: skip
 SPEED_HEADER = ("model", *(word.replace("GB/s", "steps/s") for word in PUSH_HEADER))
 SLOW_HEADER = ("one slow worker", "mode", "steps/s", "GB/s", "/ own synchronous", "Unisono / it", "final loss")
@@ -219,6 +229,7 @@ def _rows(entry: Entry, key: str) -> Iterator[list[str]]:
             mode,
             *(figure(entry, mode, system, key, 2) for system in SYSTEMS),
             *("–" if ratio is None else verdict(ratio, GOAL) for ratio in ratios),
+            *(figure(entry, mode, system, "processor_ms", 1) for system in SYSTEMS),
             f"{min(busy):.0%} to {max(busy):.0%}" if busy else "–",
         ]
 
@@ -300,7 +311,8 @@ def report(where: Entry, found: dict[str, list[Entry]], alone_s: dict[str, float
     lines += [
         "",
         "A step is one push of every worker, whoever makes them. GB/s: gradients pushed and weights pulled, over all "
-        "workers: 2 × parameter bytes × pushes a second. Every run trains on the same pieces of data, each once. The "
+        "workers: 2 × parameter bytes × pushes a second. Processor time: of all processes of a system. Every run trains "
+        "on the same pieces of data, each once. The "
         "loss is that of the final weights on samples that nobody trains on.",
         "",
         *goals([*found["push"], *found["speed"]]),
