@@ -312,7 +312,8 @@ def report(where: Entry, found: dict[str, list[Entry]], alone_s: dict[str, float
         "",
         "A step is one push of every worker, whoever makes them. GB/s: gradients pushed and weights pulled, over all "
         "workers: 2 × parameter bytes × pushes a second. Processor time: of all processes of a system. Every run "
-        "trains on the same pieces of data, each once. The loss is that of the final weights on samples that nobody trains on.",
+        "trains on the same pieces of data, each once. The loss is that of the final weights on samples that nobody "
+        "trains on.",
         "",
         *goals([*found["push"], *found["speed"]]),
     ]
