@@ -30,6 +30,7 @@ BENCH = Path(__file__).resolve().parent
 RESULTS = BENCH / "results"
 QUICK_RESULTS = RESULTS / "tmp"  # not kept: too short to mean anything
 BIN = Path(sys.executable).parent
+METER_S = 0.5  # between two looks at what a command uses
 GRACE_S = 5.0  # between asking a command to stop and killing what is left of it
 _MARK = "UNISONO_BENCH_RUN"  # in the environment of every process of one command
 
@@ -47,6 +48,7 @@ class Outcome:
     seconds: float
     output: str
     elsewhere: float  # share of the machine that other programs used meanwhile, 0 to 1; far from 0 means noise
+    used: Sequence[tuple[float, float]] = ()  # time.time(), and the processor seconds of the command up to then
 
 
 def note(text: str) -> None:
@@ -80,9 +82,9 @@ def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, s
             env=environment() | (more_environment or {}) | {_MARK: mark},
             start_new_session=True,
         )
-        problem = ""
+        problem, meter = "", _Meter(mark)
         try:
-            code = process.wait(timeout_s)
+            code = _wait(process, timeout_s, meter)
             seconds = time.perf_counter() - started_s
             problem = f"exit code {code}" if code else _left_behind(mark)
         except subprocess.TimeoutExpired:
@@ -96,7 +98,35 @@ def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, s
         tail = "\n".join(f"    {line}" for line in text.strip().splitlines()[-25:])
         # Failures are kept with the results: paths from the root of the repository mean something to others too.
         raise Failed(f"{problem}: {shlex.join(words)}\n{tail}".replace(f"{BENCH.parent}{os.sep}", ""))
-    return Outcome(started_at_s, seconds, text, elsewhere)
+    return Outcome(started_at_s, seconds, text, elsewhere, meter.used)
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, meter: _Meter) -> int:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            return process.wait(max(0.0, min(METER_S, left_s)))
+        except subprocess.TimeoutExpired:
+            if left_s <= METER_S:
+                raise
+            meter.look()
+
+
+class _Meter:
+    """The processor time of all processes of a command: what a busy machine changes least."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._by_process: dict[int, float] = {}  # also of those that have ended
+        self.used: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        for pid in _marked(self._mark):
+            with contextlib.suppress(OSError, IndexError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                self._by_process[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self.used.append((time.time(), sum(self._by_process.values())))
 
 
 class _Machine:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter servers: Unisono against PyTorch's RPC tutorial and against the example in Ray's documentation.
 
-python bench/ps.py --ray-python PATH             # both parts; --quick only shows that it works
+python bench/ps.py --ray-python PATH --rounds 1  # all parts; --quick only shows that it works
 python bench/ps.py --part slow --only unisono rpc
 
-Part `speed`: steps per second and GB/s of gradients pushed and weights pulled, synchronous and asynchronous, for 1, 2
-and 4 workers and 1 and 2 servers, on a model that is all parameters and on one that computes. Part `slow`: the same
-with one worker slowed fivefold, and the final loss. The systems take turns, several rounds. Goal: 3 times both peers.
+Part `push`: GB/s of gradients pushed and weights pulled without any computing: the gradient is ready, 40 MB of it. Part
+`speed`: steps per second of a training that computes. Both synchronous and asynchronous, for 1, 2 and 4 workers and 1
+and 2 servers. Part `slow`: one worker slowed fivefold, and the final loss. The systems take turns. Goal: 3 times both
+peers. One round of the first two parts takes about 20 minutes on a quiet machine of two cores.
 
 Ray lives in an environment of its own with the same torch: see bench/recovery.py for how to make it. Give its python as
 --ray-python or in RAY_PYTHON.
@@ -23,6 +24,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +43,14 @@ from measure import (
     table,
     verdict,
 )
-from workload_ps_model import WORKS
+from workload_ps_model import READY, WORKS
 
 GOAL = 3.0  # times each peer
 SLOWER = 5.0
 STALENESS = {"synchronous": "0", "bounded": "4", "asynchronous": "inf"}
 SYSTEMS = {"unisono": "Unisono", "rpc": "RPC", "ray": "Ray"}
 PEERS = ("rpc", "ray")
+PARTS = {"push": "Push and pull, nothing computed", "speed": "Training"}
 QUICK_PUSHES = 96  # Unisono tells of asynchronous steps 16 at a time, and two tellings are needed
 ALONE_PUSHES = 32
 WARMUP = 0.2  # of a run's pushes
@@ -89,7 +92,7 @@ def run_unisono(case: Case, mode: str, folder: Path, timeout_s: float) -> Entry:
         if event["kind"] == "step_finished"
     ]
     loss = json.loads((folder / "run" / "result.json").read_text())["metrics"]["loss"]
-    return {"marks": marks, "loss": loss, "elsewhere": outcome.elsewhere}
+    return {"marks": marks, "loss": loss, "elsewhere": outcome.elsewhere, "used": outcome.used}
 
 
 def run_peer(case: Case, mode: str, folder: Path, timeout_s: float, launcher: Sequence[Word], **env: str) -> Entry:
@@ -99,7 +102,7 @@ def run_peer(case: Case, mode: str, folder: Path, timeout_s: float, launcher: Se
     result: Entry = json.loads((folder / "result.json").read_text())
     unwaited = folder / "unwaited_s"  # Ray's processes leave their parents, so their time looks like somebody else's
     ours = float(unwaited.read_text()) / outcome.seconds / len(os.sched_getaffinity(0)) if unwaited.exists() else 0.0
-    return result | {"elsewhere": max(0.0, outcome.elsewhere - ours)}
+    return result | {"elsewhere": max(0.0, outcome.elsewhere - ours), "used": outcome.used}
 
 
 def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) -> Entry:
@@ -125,7 +128,20 @@ def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) ->
     if len(counted) < 2 or counted[-1][0] != case.pushes:
         raise Failed(f"{case.pushes} pushes were asked for; behind the warm-up there are marks at {counted}")
     (first, started_s), (last, ended_s) = counted[0], counted[-1]
-    return result | {"pushes_per_s": (last - first) / (ended_s - started_s)}
+    used = result.pop("used")
+    used_s = used_until(used, ended_s) - used_until(used, started_s)
+    return result | {
+        "pushes_per_s": (last - first) / (ended_s - started_s),
+        "processor_ms": 1e3 * used_s / (last - first),
+    }
+
+
+def used_until(used: Sequence[tuple[float, float]], when_s: float) -> float:
+    """Processor seconds, between two looks in proportion."""
+    for (before_s, less), (after_s, more) in pairwise(used):
+        if before_s <= when_s <= after_s:
+            return less + (more - less) * (when_s - before_s) / (after_s - before_s)
+    return used[0][1] if when_s < used[0][0] else used[-1][1]
 
 
 def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) -> Entry:
@@ -145,8 +161,8 @@ def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) 
                     note(f"{where}: FAILED, {error}")
                     continue
                 runs[mode][system].append(result)
-                rate, busy = result["pushes_per_s"] / case.workers, result["elsewhere"]
-                note(f"{where}: {rate:.2f} steps/s, loss {result['loss']:.3f}, machine {busy:.0%} busy elsewhere")
+                rate, busy, took_ms = result["pushes_per_s"] / case.workers, result["elsewhere"], result["processor_ms"]
+                note(f"{where}: {rate:.2f} steps/s, {took_ms:.1f} processor ms a push, {busy:.0%} busy elsewhere")
     return {"case": asdict(case), "runs": runs, "failures": failures, "summary": summarise(case, runs)}
 
 
@@ -159,21 +175,16 @@ def summarise(case: Case, runs: dict[str, dict[str, list[Entry]]]) -> Entry:
             if results:
                 rate = median([result["pushes_per_s"] for result in results])
                 loss = median([result["loss"] for result in results])
-                found = {"steps_per_s": rate / case.workers, "gb_per_s": rate * travelled, "loss": loss}
-                summary.setdefault(mode, {})[system] = found
+                used_ms = median([result["processor_ms"] for result in results])
+                found = {"steps_per_s": rate / case.workers, "gb_per_s": rate * travelled}
+                summary.setdefault(mode, {})[system] = {**found, "processor_ms": used_ms, "loss": loss}
     return summary
 
 
 def computing_alone(model: str, options: argparse.Namespace) -> float:
     """Seconds of one worker for one gradient, with nothing else on the machine: no system can be faster."""
-    words: list[Word] = [
-        sys.executable,
-        BENCH / "workload_ps_model.py",
-        "--model",
-        model,
-        "--pushes",
-        str(QUICK_PUSHES),
-    ]
+    words: list[Word] = [sys.executable, BENCH / "workload_ps_model.py"]
+    words += ["--model", model, "--pushes", str(ALONE_PUSHES)]
     seconds = json.loads(run(words, options.timeout_s).output.splitlines()[-1])["gradient_s"]
     return median(seconds[len(seconds) // 4 :])
 
@@ -190,25 +201,36 @@ def over(entry: Entry, mode: str, peer: str) -> float | None:
     return float(found["unisono"]["steps_per_s"] / found[peer]["steps_per_s"])
 
 
-SPEED_HEADER = (
-    "model", "workers", "servers", "mode", *(f"{name} steps/s" for name in SYSTEMS.values()),
-    *(f"{name} GB/s" for name in SYSTEMS.values()), *(f"Unisono/{SYSTEMS[peer]} (goal ≥ {GOAL:g})" for peer in PEERS),
+PUSH_HEADER = (
+    "workers", "servers", "mode", *(f"{name} GB/s" for name in SYSTEMS.values()),
+    *(f"Unisono/{SYSTEMS[peer]} (goal ≥ {GOAL:g})" for peer in PEERS),
+    *(f"{name} processor ms/push" for name in SYSTEMS.values()), "busy elsewhere",
 )  # fmt: skip
+SPEED_HEADER = ("model", *(word.replace("GB/s", "steps/s") for word in PUSH_HEADER))
 SLOW_HEADER = ("one slow worker", "mode", "steps/s", "GB/s", "/ own synchronous", "Unisono / it", "final loss")
 
 
+def push_rows(entry: Entry) -> Iterator[list[str]]:
+    return _rows(entry, "gb_per_s")
+
+
 def speed_rows(entry: Entry) -> Iterator[list[str]]:
+    return ([entry["case"]["model"], *row] for row in _rows(entry, "steps_per_s"))
+
+
+def _rows(entry: Entry, key: str) -> Iterator[list[str]]:
     case = entry["case"]
-    for mode in entry["runs"]:
+    for mode, by_system in entry["runs"].items():
         ratios = [over(entry, mode, peer) for peer in PEERS]
+        busy = [one["elsewhere"] for results in by_system.values() for one in results]
         yield [
-            case["model"],
             str(case["workers"]),
             str(case["servers"]),
             mode,
-            *(figure(entry, mode, system, "steps_per_s", 2) for system in SYSTEMS),
-            *(figure(entry, mode, system, "gb_per_s", 3) for system in SYSTEMS),
+            *(figure(entry, mode, system, key, 2) for system in SYSTEMS),
             *("–" if ratio is None else verdict(ratio, GOAL) for ratio in ratios),
+            *(figure(entry, mode, system, "processor_ms", 1) for system in SYSTEMS),
+            f"{min(busy):.0%} to {max(busy):.0%}" if busy else "–",
         ]
 
 
@@ -250,9 +272,8 @@ def goals(speed: Sequence[Entry]) -> list[str]:
     return lines
 
 
-def report(
-    where: Entry, speed: Sequence[Entry], slow: Sequence[Entry], alone_s: dict[str, float], options: argparse.Namespace
-) -> str:
+def report(where: Entry, found: dict[str, list[Entry]], alone_s: dict[str, float], options: argparse.Namespace) -> str:
+    everything = [entry for entries in found.values() for entry in entries]
     as_documented = "actors for the server and the workers, as in Ray's documentation"
     ray = f"{options.ray_version}, {as_documented}" if options.ray_version else "not installed"
     sizes = [
@@ -260,7 +281,7 @@ def report(
         f"SGD; computing alone takes one core {seconds * 1e3:.1f} ms a push"
         for model, seconds in alone_s.items()
     ]
-    runs = [by_system for entry in (*speed, *slow) for by_system in entry["runs"].values()]
+    runs = [by_system for entry in everything for by_system in entry["runs"].values()]
     busy = [one["elsewhere"] for by_system in runs for results in by_system.values() for one in results]
     lines = [
         f"# Parameter servers, {where['date'][:10]}",
@@ -275,9 +296,10 @@ def report(
         if busy
         else "- no run finished",
     ]
-    if speed:
-        lines += ["", table(SPEED_HEADER, [row for entry in speed for row in speed_rows(entry)])]
-    for entry in slow:
+    for part, (header, rows) in {"push": (PUSH_HEADER, push_rows), "speed": (SPEED_HEADER, speed_rows)}.items():
+        if found[part]:
+            lines += ["", f"{PARTS[part]}:", "", table(header, [row for entry in found[part] for row in rows(entry)])]
+    for entry in found["slow"]:
         case = entry["case"]
         lines += [
             "",
@@ -289,12 +311,13 @@ def report(
     lines += [
         "",
         "A step is one push of every worker, whoever makes them. GB/s: gradients pushed and weights pulled, over all "
-        "workers: 2 × parameter bytes × pushes a second. Every run trains on the same pieces of data, each once. The "
-        "loss is that of the final weights on samples that nobody trains on.",
+        "workers: 2 × parameter bytes × pushes a second. Processor time: of all processes of a system. Every run "
+        "trains on the same pieces of data, each once. The loss is that of the final weights on samples that nobody "
+        "trains on.",
         "",
-        *goals(speed),
+        *goals([*found["push"], *found["speed"]]),
     ]
-    failures = [f"- {text.splitlines()[0]}" for entry in (*speed, *slow) for text in entry["failures"]]
+    failures = [f"- {text.splitlines()[0]}" for entry in everything for text in entry["failures"]]
     return "\n".join([*lines, *(["", "Failed runs:", "", *failures] if failures else [])])
 
 
@@ -311,11 +334,11 @@ def version_of_ray(python: Path | None) -> str:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     given = Path(os.environ["RAY_PYTHON"]) if "RAY_PYTHON" in os.environ else None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", choices=("speed", "slow"), default=["speed", "slow"])
+    parser.add_argument("--part", nargs="+", choices=(*PARTS, "slow"), default=[*PARTS, "slow"])
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--models", nargs="+", choices=WORKS, default=["mlp", "cnn"], help="of part speed")
-    parser.add_argument("--modes", nargs="+", choices=STALENESS, default=["synchronous", "asynchronous"], help="same")
-    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4], help="same")
+    parser.add_argument("--models", nargs="+", choices=WORKS, default=["mlp"], help="of part speed")
+    parser.add_argument("--modes", nargs="+", choices=STALENESS, default=["synchronous", "asynchronous"])
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2, 4], help="of push and speed")
     parser.add_argument("--servers", nargs="+", type=int, default=[1, 2], help="same")
     parser.add_argument("--slow-model", choices=WORKS, default="cnn")
     parser.add_argument("--slow-workers", type=int, default=4)
@@ -344,23 +367,31 @@ def main(arguments: Sequence[str]) -> int:
         pushes = options.pushes or WORKS[model].pushes
         return Case(model, workers, servers, pushes - pushes % workers, slower)
 
-    cases = [
-        case(model, workers, servers)
-        for model in options.models
-        for workers in options.workers
-        for servers in options.servers
-        if "speed" in options.part
-    ]
-    slow_cases = [case(options.slow_model, options.slow_workers, 1, SLOWER)] if "slow" in options.part else []
-    alone_s = {one: computing_alone(one, options) for one in dict.fromkeys(c.model for c in (*cases, *slow_cases))}
-    speed = [measure_case(one, options.modes, options) for one in cases]
-    slow = [measure_case(one, list(STALENESS), options) for one in slow_cases]
-    text = report(where, speed, slow, alone_s, options)
-    values = {"setting": where, "ray": options.ray_version, "computing_alone_s": alone_s, "speed": speed, "slow": slow}
-    path = save("ps", values, text, options.quick)
+    models = {"push": [READY], "speed": options.models}
+    cases = {
+        part: [
+            case(model, workers, servers)
+            for model in models[part]
+            for workers in options.workers
+            for servers in options.servers
+            if part in options.part
+        ]
+        for part in PARTS
+    }
+    cases["slow"] = [case(options.slow_model, options.slow_workers, 1, SLOWER)] if "slow" in options.part else []
+    names = dict.fromkeys(one.model for part in cases.values() for one in part)
+    alone_s = {model: computing_alone(model, options) for model in names}
+    found = {
+        part: [measure_case(one, list(STALENESS) if part == "slow" else options.modes, options) for one in some]
+        for part, some in cases.items()
+    }
+    text = report(where, found, alone_s, options)
+    path = save(
+        "ps", {"setting": where, "ray": options.ray_version, "computing_alone_s": alone_s, **found}, text, options.quick
+    )
     print(text)
     note(f"saved {path} and .json")
-    return 1 if any(entry["failures"] for entry in (*speed, *slow)) else 0
+    return 1 if any(entry["failures"] for entries in found.values() for entry in entries) else 0
 
 
 if __name__ == "__main__":

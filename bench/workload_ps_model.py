@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +34,37 @@ def mlp() -> nn.Module:
     for inputs in (784, 2048, 2048):
         layers += [nn.Linear(inputs, 2048), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+class _Ready(torch.autograd.Function):
+    """A backward pass that has its gradients already."""
+
+    @staticmethod
+    def forward(ctx: Any, samples: Tensor, ready: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.ready = ready
+        return parameters[0].new_zeros(len(samples))
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        # A new tensor on the same memory: autograd keeps it as it is, where it would copy one that somebody else has.
+        return None, None, *(gradient.view(gradient.shape) for gradient in ctx.ready)
+
+
+class Ready(nn.Module):
+    """The parameters of `mlp`, and nothing to compute: only what every system does with a gradient is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self._ready = [torch.full_like(parameter, 1e-6).detach() for parameter in self.inner.parameters()]
+
+    def forward(self, samples: Tensor) -> Tensor:
+        found: Tensor = _Ready.apply(samples, self._ready, *self.inner.parameters())  # type: ignore[no-untyped-call]
+        return found
+
+
+def as_it_is(output: Tensor, _: Tensor) -> Tensor:
+    return output.mean()
 
 
 def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -76,7 +108,9 @@ class Work:
             return sum(parameter.nbytes for parameter in self.make().parameters())
 
 
+READY = "ready"
 WORKS = {
+    READY: Work(Ready, as_it_is, pictures, 1, 0.1, 192),
     "mlp": Work(mlp, functional.cross_entropy, pictures, 8, 0.1, 192),
     "cnn": Work(DigitNet, functional.cross_entropy, pictures, 16, 0.1, 384),
     "decoder": Work(Decoder, token_loss, ladders, 2, 0.1, 128),

@@ -16,7 +16,16 @@ from torch.optim import Optimizer
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.errors import SetupError
 from unisono.parallel.gradients import Gradients
-from unisono.parallel.slice_optimizer import SliceOptimizer, flat, keeps_state, like, put_in, shaped, taken_out
+from unisono.parallel.slice_optimizer import (
+    SliceOptimizer,
+    flat,
+    keeps_state,
+    leaves_gradients,
+    like,
+    put_in,
+    shaped,
+    taken_out,
+)
 from unisono.parallel.slices import pieces
 
 Make = Callable[[Iterable[Any]], Optimizer]
@@ -346,3 +355,40 @@ def test_a_copy_of_an_optimizer_has_no_state_and_does_not_count_the_steps_of_a_s
     assert other.param_groups == []
     assert len(optimizer.state) == 2
     assert optimizer.param_groups[0]["params"][0] is model.weight
+
+
+def test_weights_are_kept_in_the_room_that_is_given() -> None:
+    model = a_model()
+    served = Served(model, torch.optim.SGD(model.parameters(), lr=0.1), ())
+    room = torch.empty(served.length)
+    other = SliceOptimizer(
+        served.parts[0].as_slice(), served.optimizer, served.room.parameters, served.room.layout, room
+    )
+    other.step(torch.ones(served.length), [True] * 5)
+    assert other.weights.data_ptr() == room.data_ptr()
+    assert not torch.equal(room, served.parts[0].weights)
+
+
+class Clipping(torch.optim.SGD):
+    """Of somebody's own: what it does to gradients may depend on them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 1e6)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_who_only_reads_gradients_may_read_them_in_memory_that_nobody_can_write(name: str) -> None:
+    assert leaves_gradients(OPTIMIZERS[name](a_model().parameters()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        lambda p: Clipping(p, lr=0.1),
+    ],
+)
+def test_who_writes_to_gradients_or_might_is_found_out(make: Make) -> None:
+    assert not leaves_gradients(make(a_model().parameters()))

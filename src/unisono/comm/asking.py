@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.seam import Comm, Message, Pending
+from unisono.comm.sharing import Trade
 from unisono.core.errors import PeerLost
 
 _QUESTION = 1 << 24  # tags of headers, and the next of what follows them; above everything else
@@ -36,13 +37,18 @@ VERBS = 16  # of one subject: see `by_subject`
 Answer = Callable[[int, "Words"], "Words"]
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Words:
-    """A question or an answer. `vectors` have one dimension."""
+    """A question or an answer. `vectors` have one dimension. `taken` is called when an answer has been read."""
 
     what: int
     numbers: tuple[int, ...] = ()
     vectors: Sequence[Tensor] = ()
+    taken: Callable[[], None] = _nothing
 
     @property
     def size_bytes(self) -> int:
@@ -69,9 +75,29 @@ class Asked(Protocol):
     def wait(self) -> Words: ...
 
 
+class Borrowed(Asked, Protocol):
+    """The same; what it brings may lie in the memory of whoever answers, to be read until `end`."""
+
+    def end(self) -> None: ...
+
+
+class Here:
+    """Borrowed from nobody else: answered when it is waited for."""
+
+    def __init__(self, answer: Callable[[], Words]) -> None:
+        self.wait = answer
+
+    def end(self) -> None:
+        return None
+
+
 class _Sent:
-    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int) -> None:
+    def __init__(
+        self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int, borrows: bool
+    ) -> None:
         self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
+        self._borrows = borrows
+        self._trade: Trade | None = None
         self._header = torch.empty(_HEADER, dtype=torch.int64)
         self._tag = _ANSWER + _LANE * lane
         self._coming = comm.exchange([], [Message(peer, self._header)], self._tag)
@@ -86,9 +112,14 @@ class _Sent:
 
     def _take(self) -> None:
         self._coming.wait()
-        answer = _receive(self._comm, self._peer, self._header, self._room, self._tag)
+        answer, self._trade = _receive(self._comm, self._peer, self._header, self._room, self._tag, self._borrows)
         self._sent.wait()
         self._answer = answer
+
+    def end(self) -> None:
+        if self._trade is not None:
+            self._trade.end(at_once=True)
+            self._trade = None
 
 
 class _Own:
@@ -122,12 +153,23 @@ class Asker:
         self._left: set[int] = set()
 
     def ask(self, peer: int, words: Words, room: Room | None = None) -> Asked:
+        if peer == self._comm.rank and self._own is not None:
+            self._refuse_left(peer)
+            return _Own(peer, words, self._own, self._own_line)
+        return self._ask(peer, words, room or Room(), borrows=False)
+
+    def borrow(self, peer: int, words: Words, room: Room) -> Borrowed:
+        """The room is for what cannot be read where it lies. Not of this rank itself."""
+        return self._ask(peer, words, room, borrows=True)
+
+    def _ask(self, peer: int, words: Words, room: Room, borrows: bool) -> _Sent:
+        self._refuse_left(peer)
+        sent = _send(self._comm, peer, words, _QUESTION + _LANE * self._lane)
+        return _Sent(self._comm, peer, sent, room, self._lines[peer], self._lane, borrows)
+
+    def _refuse_left(self, peer: int) -> None:
         if peer in self._left:
             raise ValueError(f"rank {peer} answers no more: it was bid farewell")
-        if peer == self._comm.rank and self._own is not None:
-            return _Own(peer, words, self._own, self._own_line)
-        sent = _send(self._comm, peer, words, _QUESTION + _LANE * self._lane)
-        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer], self._lane)
 
     def farewell(self, peers: Sequence[int]) -> None:
         """Nothing more will be asked in this generation."""
@@ -146,7 +188,8 @@ def by_subject(answers: Mapping[int, Answer]) -> Answer:
 class Answering:
     """`answer(rank, question)` is called in the thread of that rank; it may wait, but not for ever: see `stopped`.
 
-    What the question brought is overwritten by the next of the same rank. `on_stop` is called, in any thread, when
+    What the question brought is overwritten by the next of the same rank; if it `borrows`, it may lie in the memory of
+    that rank, to be read until it is answered, and never to be written to. `on_stop` is called, in any thread, when
     `stopped` is set: it wakes whoever waits in `answer`; `on_farewell` in the thread of the rank that said it.
     """
 
@@ -158,8 +201,9 @@ class Answering:
         on_stop: Callable[[], None] = lambda: None,
         on_farewell: Callable[[int], None] = lambda _: None,
         lane: int = 0,
+        borrows: bool = False,
     ) -> None:
-        self._lane = _LANE * lane
+        self._lane, self._borrows = _LANE * lane, borrows
         self._comm, self._answer, self._on_stop, self._on_farewell = comm, answer, on_stop, on_farewell
         self._generation = comm.generation  # whoever fails late must not end the next
         self._lock = threading.Lock()
@@ -184,10 +228,15 @@ class Answering:
         try:
             while True:
                 self._comm.exchange([], [Message(peer, header)], _QUESTION + self._lane).wait()
-                question = _receive(self._comm, peer, header, room, _QUESTION + self._lane)
+                question, trade = _receive(self._comm, peer, header, room, _QUESTION + self._lane, self._borrows)
                 if question.what == _FAREWELL:
                     return self._on_farewell(peer)
-                _send(self._comm, peer, self._answer(peer, question), _ANSWER + self._lane).wait()
+                answer = self._answer(peer, question)
+                try:
+                    trade.end()
+                    _send(self._comm, peer, answer, _ANSWER + self._lane).wait()
+                finally:
+                    answer.taken()
         except BaseException as error:
             self._fail(error)
 
@@ -214,13 +263,15 @@ def _send(comm: Comm, peer: int, words: Words, tag: int) -> Pending:
     return _Both(first, second)
 
 
-def _receive(comm: Comm, peer: int, header: Tensor, room: Room, tag: int) -> Words:
+def _receive(comm: Comm, peer: int, header: Tensor, room: Room, tag: int, borrows: bool) -> tuple[Words, Trade]:
     what, numbers, vectors, *rest = header.tolist()
     found = [
         room.of(place, _DTYPES[rest[_NUMBERS + 2 * place]], rest[_NUMBERS + 2 * place + 1]) for place in range(vectors)
     ]
-    comm.exchange([], [Message(peer, vector) for vector in found if vector.numel()], tag + 1).wait()
-    return Words(what, tuple(rest[:numbers]), found)
+    receives = [Message(peer, vector) for vector in found if vector.numel()]
+    trade = Trade(comm, [], receives, tag + 1, borrows)
+    rows = iter(trade.rows)
+    return Words(what, tuple(rest[:numbers]), [next(rows) if vector.numel() else vector for vector in found]), trade
 
 
 @dataclass(frozen=True)

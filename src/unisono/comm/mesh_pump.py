@@ -75,8 +75,8 @@ class Borrowing(Exchange):
             for (message, _), coming in zip(self._receives, self._incoming, strict=True)
         ]
 
-    def give_back(self) -> None:
-        self._pump.give_back(self)
+    def give_back(self, at_once: bool = False) -> None:
+        self._pump.give_back(self, at_once)
 
 
 def tensor_at(memory: memoryview, like: Tensor) -> Tensor:
@@ -120,6 +120,7 @@ class Pump:
         self._epoll.register(self._wake, select.EPOLLIN)
         known = arenas or Arenas(enabled=False)
         self._links = {rank: Link(line, workers[rank], known) for rank, line in (lines or {}).items()}
+        self._near = {rank for rank, line in (lines or {}).items() if line.lanes is not None}
         self._by_descriptor = {link.sock.fileno(): link for link in self._links.values()}
         with self._lock:
             for descriptor, link in self._by_descriptor.items():
@@ -156,7 +157,7 @@ class Pump:
             self._miss_those_who_left()
         return pending
 
-    def give_back(self, pending: Borrowing) -> None:
+    def give_back(self, pending: Borrowing, at_once: bool = False) -> None:
         """Raises the loss if a lender has changed its mind meanwhile: what was read may then be anything."""
         with self._lock:
             self._raise_loss()
@@ -166,6 +167,12 @@ class Pump:
                 except Broken as broken:
                     self._lose(self._as_seen_here(broken.loss, link))
             self._raise_loss()
+            for link in dict.fromkeys(link for link, _ in pending.messages) if at_once else ():
+                if link.can_write:
+                    self._write(link)
+
+    def reads_here(self, rank: int) -> bool:
+        return rank in self._near
 
     def wait(self, pending: Count) -> None:
         deadline = time.monotonic() + self._patience_s

@@ -25,8 +25,8 @@ class Loan(Pending, Protocol):
     def rows(self) -> list[Tensor]:
         """In the order asked for, after `wait`. Not to be written to."""
 
-    def give_back(self) -> None:
-        """The senders hear it with the next exchange or wait.
+    def give_back(self, at_once: bool = False) -> None:
+        """The senders hear it with the next exchange or wait, or now.
 
         Raises `PeerLost` when one could not wait: what was read may then be anything.
         """
@@ -42,6 +42,13 @@ class Sharing(Protocol):
     def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
         """Receive, or be shown. Nobody may wait for a send of his own before he has given back what he borrows."""
 
+    def reads_here(self, peer: int) -> bool:
+        """Whether that rank reads such vectors where they are, and so has soon done with them."""
+
+
+def reads_here(comm: Comm, peer: int) -> bool:
+    return isinstance(comm, Sharing) and comm.reads_here(peer)
+
 
 def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector for what is sent over `comm` again and again."""
@@ -53,10 +60,17 @@ def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device)
 class Trade:
     """An exchange whose `rows` have come: the receives' tensors, or others in their place, to be read until `end`."""
 
-    def __init__(self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> None:
+    def __init__(
+        self, comm: Comm, sends: Sequence[Message], receives: Sequence[Message], tag: int, borrows: bool = True
+    ) -> None:
+        """`borrows`: whether the rows may be in others' memory."""
+        borrows = borrows and any(message.tensor.nbytes >= _WORTH_A_LOAN for message in receives)
         self._outgoing: Pending = DONE
         self._loan: Loan | None = None
-        if isinstance(comm, Sharing) and any(message.tensor.nbytes >= _WORTH_A_LOAN for message in receives):
+        self.rows: list[Tensor]
+        if not receives:
+            self._outgoing, self.rows = comm.exchange(sends, [], tag), []
+        elif isinstance(comm, Sharing) and borrows:
             self._outgoing = comm.exchange(sends, [], tag)
             self._loan = comm.borrow(receives, tag)
             self._loan.wait()
@@ -65,8 +79,11 @@ class Trade:
             comm.exchange(sends, receives, tag).wait()
             self.rows = [message.tensor for message in receives]
 
-    def end(self) -> Pending:
-        """The rows are not needed any more. Returns what the sent tensors must wait for before they may change."""
+    def end(self, at_once: bool = False) -> Pending:
+        """The rows are not needed any more. Returns what the sent tensors must wait for before they may change.
+
+        `at_once`: no exchange follows soon that could bring the word along.
+        """
         if self._loan is not None:
-            self._loan.give_back()
+            self._loan.give_back(at_once)
         return self._outgoing

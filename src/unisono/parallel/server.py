@@ -11,6 +11,7 @@ Parameter servers: Li et al. 2014.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from unisono.comm.reducers.owned import OwnedReducer, shared_out
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
 from unisono.comm.slicing import length_of
-from unisono.core.errors import SetupError, SlicesLost
+from unisono.core.errors import PeerLost, SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
@@ -30,8 +31,10 @@ from unisono.parallel.gradients import Gradients
 from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
+from unisono.parallel.weights import Routes, room_for
 
 _MOVE_TAG = 1 << 25  # above questions and answers
+_WEIGHTS_TAG = _MOVE_TAG + 16
 
 
 Push = Callable[[OwnedReducer], Reducer]
@@ -61,6 +64,7 @@ class ParameterServer(AllReduce):
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
+        self._weights_held: dict[Place, Tensor] = {}  # all that lies in each place
         self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
@@ -101,6 +105,7 @@ class ParameterServer(AllReduce):
 
     def _share_out(self, gradients: Gradients, membership: Membership) -> None:
         """Bring the slices to their owners, unless they are there."""
+        self._routes = Routes(gradients.layout, membership)
         wanted = self._places(gradients, membership)
         there = torch.tensor([set(wanted) == set(self._held) and not self._inherited])
         if all(bool(row.item()) for row in self.comm.gather(there)):
@@ -138,6 +143,7 @@ class ParameterServer(AllReduce):
         """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
         layout, parameters = gradients.layout, gradients.parameters
         held: dict[Place, list[SliceOptimizer]] = {}
+        room = room_for({place: parameters[layout.members(place[0])[0]].dtype for place in wanted}, self.comm)
         taken: list[Slice] = []
         lost = False
         for place in wanted:
@@ -147,12 +153,17 @@ class ParameterServer(AllReduce):
                 lost |= self._keeps_state and self._begun
                 fresh = taken_out(self.optimizer, parameters, layout, bucket, self.version)
                 found += [fresh.cut(low, high, layout) for low, high in gaps]
-            held[place] = [SliceOptimizer(one, self.optimizer, parameters, layout) for one in found]
+            held[place] = [
+                SliceOptimizer(
+                    one, self.optimizer, parameters, layout, room[place][one.start - start : one.stop - start]
+                )
+                for one in found
+            ]
             taken += found
         if not lost:
             self._inherited += taken  # with the old ones: whoever is lost now may have had the only other copy
         rows = self.comm.gather(torch.tensor([lost]))
-        self._held, self._inherited = held, []  # all have theirs
+        self._held, self._weights_held, self._inherited = held, room, []  # all have theirs
         if any(bool(row.item()) for row in rows):
             self._held = {}
             many = "one server" if self.copies == 1 else f"{self.copies} servers"
@@ -193,6 +204,7 @@ class ParameterServer(AllReduce):
                 self._owned.collect_copies(target, bucket)
         self._summed = self.version
         reduced = super()._settle(gradients, blocked_s, notes)
+        self._owned.await_sent()  # owners take the gradients before they settle
         self._used = [parameter.grad is not None for parameter in gradients.parameters]
         return reduced
 
@@ -235,19 +247,14 @@ class ParameterServer(AllReduce):
 
     @torch.no_grad()
     def _send_weights(self, gradients: Gradients) -> None:
-        """From the first owner of each slice to all, through the memory of the gradients; then into the model, all at
-        once, so that whoever loses a peer on the way still has the weights of the step before."""
-        buckets = self._buckets(gradients)
-        for (bucket, start, stop), held in self._held.items():
-            if self._owned.owned(buckets[bucket].numel())[self.comm.rank] == slice(start, stop):
-                for one in held:
-                    buckets[bucket][one.start : one.stop] = one.weights
-        for bucket, target in enumerate(buckets):
-            self._owned.collect(target, bucket)
+        """From the first owner of each slice to all. Whoever loses a peer before it has heard of all of them still has
+        the weights of the step before; later, the step is made, and the loss is for the next exchange."""
         if self._needs_all:
             self._tell_norm()
-        for position, parameter in enumerate(gradients.parameters):
-            parameter.copy_(gradients.view(position))
+        trade = self._routes.trade(self.comm, self._weights_held, self._buckets(gradients), _WEIGHTS_TAG)
+        self._routes.put(self.comm.rank, self._weights_held, trade.rows, gradients.parameters)
+        with contextlib.suppress(PeerLost):
+            trade.end(at_once=True).wait()
 
     # --- state
 

@@ -30,14 +30,20 @@ _PACE_STEPS = 20  # some warm up
 
 
 class SliceOptimizer:
-    """`parameters` as the layout counts them. Changes the weights of the slice that it was made of in place."""
+    """`parameters` as the layout counts them. Keeps the weights in `room`, if given, and changes them in place."""
 
     def __init__(
-        self, made_of: Slice, optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout
+        self,
+        made_of: Slice,
+        optimizer: Optimizer,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        room: Tensor | None = None,
     ) -> None:
         self._user, self._bucket = optimizer, made_of.bucket
         self.start, self.stop = made_of.start, made_of.stop  # of the bucket
-        self.version, self.weights, self.seen = made_of.version, made_of.weights.clone(), dict(made_of.seen)
+        self.version, self.seen = made_of.version, dict(made_of.seen)
+        self.weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
         self._parts = {one.parameter: nn.Parameter(self.weights[one.here]) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
@@ -189,8 +195,8 @@ def keeps_state(optimizer: Optimizer) -> bool:
     keeps = False
     for group in optimizer.param_groups:
         try:
-            whole, state = _trial(optimizer, group, [start.clone()], [[gradient] for gradient in gradients])
-            parts, _ = _trial(
+            whole, state, _ = _trial(optimizer, group, [start.clone()], [[gradient] for gradient in gradients])
+            parts, _, _ = _trial(
                 optimizer,
                 group,
                 [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
@@ -204,30 +210,43 @@ def keeps_state(optimizer: Optimizer) -> bool:
     return keeps
 
 
+def leaves_gradients(optimizer: Optimizer) -> bool:
+    """Whether it only reads gradients, so that they may lie in somebody else's memory. Of PyTorch's own we find out by
+    trying; what others do may depend on the numbers, and a write to such memory would end the process."""
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return False
+    gradients = [[torch.linspace(-1.0, 1.0, 64)] for _ in range(_TRIAL_STEPS)]
+    return all(_trial(optimizer, group, [torch.ones(64)], gradients)[2] for group in optimizer.param_groups)
+
+
 def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
     """How the learning rate follows the size of a batch, for this kind of optimizer, so that several small updates go
     about as far as a large one: in proportion; or with the square root, where the gradient's size makes no difference
     and a small batch's noise is divided out along with it (Malladi et al. 2022)."""
     start, gradient = torch.zeros(64), torch.ones(64)
-    once, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[gradient]] * _PACE_STEPS)
-    more, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[10 * gradient]] * _PACE_STEPS)
+    once, _, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[gradient]] * _PACE_STEPS)
+    more, _, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[10 * gradient]] * _PACE_STEPS)
     moved, moved_more = float(once[0].abs().sum()), float(more[0].abs().sum())
     return math.sqrt if moved_more < 5 * moved else float
 
 
 def _trial(
     optimizer: Optimizer, group: dict[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], bool]:
+) -> tuple[list[Tensor], bool, bool]:
+    """Where the parts end up, whether it remembers anything, and whether it has left the gradients as they were."""
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
     other.param_groups = [{**group, "params": parts}]
     with contextlib.suppress(Exception):  # some make their state at once, if they can be made from their settings
         other.state.update(type(optimizer)([{**group, "params": parts}], **optimizer.defaults).state)
+    left = True
     for row in gradients:
-        for part, gradient in zip(parts, row, strict=True):
-            part.grad = gradient.clone()
+        given = [gradient.clone() for gradient in row]
+        for part, gradient in zip(parts, given, strict=True):
+            part.grad = gradient
         other.step()
-    return [part.detach() for part in parts], any(other.state.values())
+        left &= all(torch.equal(now, before) for now, before in zip(given, row, strict=True))
+    return [part.detach() for part in parts], any(other.state.values()), left
 
 
 def _refusal(name: str, cause: str) -> SetupError:

@@ -17,7 +17,7 @@ from unisono.comm.reducers.blocks import Joiner
 from unisono.comm.reducers.rounds import Group, collect
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
-from unisono.comm.seam import Comm, Message, Op
+from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of, slices
 from unisono.core.membership import Membership
@@ -46,12 +46,14 @@ class OwnedReducer(Stateless):
         self._group = Group(tuple(everyone), comm.rank, counts, self._blocks.join([*everyone, len(everyone)]))
         self._joiner = Joiner(self._group.plan)
         self.copies = min(copies, len(membership.owners))
+        self._sending: list[Pending] = []
 
     def owned(self, length: int, copy: int = 0) -> tuple[slice, ...]:
         return shared_out(length, self.membership, copy)
 
     def reduce(self, parts: Sequence[Tensor], tag: int, op: Op = "sum") -> None:
-        """Leaves the sum in those slices of ``parts[0]`` that this rank owns; the rest is as before."""
+        """Leaves the sum in those slices of ``parts[0]`` that this rank owns; the rest is as before, and may be read by
+        others until `await_sent`."""
         self._scratch.begin(parts[0])
         self._reduce(parts, tag, op)
 
@@ -73,9 +75,18 @@ class OwnedReducer(Stateless):
                     receives.append(Message(rank, row))
         trade = Trade(self.comm, sends, receives, LANES * tag)
         finished = self._join(maps, own, dict_of(places, trade.rows), target, op)
-        trade.end().wait()
-        for place, total in finished:  # only now: somebody may still have been reading what we added ourselves
-            target[place].copy_(total)
+        sent = trade.end()
+        if finished:
+            sent.wait()
+            for place, total in finished:  # only now: somebody may still have been reading what we added ourselves
+                target[place].copy_(total)
+        else:
+            self._sending.append(sent)
+
+    def await_sent(self) -> None:
+        """Until all that was reduced has been taken by its owners."""
+        while self._sending:
+            self._sending.pop().wait()
 
     def _join(
         self,
