@@ -75,29 +75,9 @@ class Asked(Protocol):
     def wait(self) -> Words: ...
 
 
-class Borrowed(Asked, Protocol):
-    """The same; what it brings may lie in the memory of whoever answers, to be read until `end`."""
-
-    def end(self) -> None: ...
-
-
-class Here:
-    """Borrowed from nobody else: answered when it is waited for."""
-
-    def __init__(self, answer: Callable[[], Words]) -> None:
-        self.wait = answer
-
-    def end(self) -> None:
-        return None
-
-
 class _Sent:
-    def __init__(
-        self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int, borrows: bool
-    ) -> None:
+    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int) -> None:
         self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
-        self._borrows = borrows
-        self._trade: Trade | None = None
         self._header = torch.empty(_HEADER, dtype=torch.int64)
         self._tag = _ANSWER + _LANE * lane
         self._coming = comm.exchange([], [Message(peer, self._header)], self._tag)
@@ -112,14 +92,9 @@ class _Sent:
 
     def _take(self) -> None:
         self._coming.wait()
-        answer, self._trade = _receive(self._comm, self._peer, self._header, self._room, self._tag, self._borrows)
+        answer, _ = _receive(self._comm, self._peer, self._header, self._room, self._tag, borrows=False)
         self._sent.wait()
         self._answer = answer
-
-    def end(self) -> None:
-        if self._trade is not None:
-            self._trade.end(at_once=True)
-            self._trade = None
 
 
 class _Own:
@@ -156,16 +131,9 @@ class Asker:
         if peer == self._comm.rank and self._own is not None:
             self._refuse_left(peer)
             return _Own(peer, words, self._own, self._own_line)
-        return self._ask(peer, words, room or Room(), borrows=False)
-
-    def borrow(self, peer: int, words: Words, room: Room) -> Borrowed:
-        """The room is for what cannot be read where it lies. Not of this rank itself."""
-        return self._ask(peer, words, room, borrows=True)
-
-    def _ask(self, peer: int, words: Words, room: Room, borrows: bool) -> _Sent:
         self._refuse_left(peer)
         sent = _send(self._comm, peer, words, _QUESTION + _LANE * self._lane)
-        return _Sent(self._comm, peer, sent, room, self._lines[peer], self._lane, borrows)
+        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer], self._lane)
 
     def _refuse_left(self, peer: int) -> None:
         if peer in self._left:

@@ -34,7 +34,7 @@ from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import Settings, pace_of
+from unisono.parallel.slice_optimizer import Settings, leaves_gradients, pace_of
 from unisono.parallel.slices import Place, Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
@@ -74,6 +74,7 @@ class Asynchronous(ParameterServer):
         self._outgoing = Outgoing(self.comm, self._coding)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
+        self._leaves_gradients = leaves_gradients(self.optimizer)
         self._owner: Owner | None = None  # while a round is on
         self._source: Source | None = None  # likewise
         self._views: Views | None = None
@@ -214,7 +215,9 @@ class Asynchronous(ParameterServer):
         if self._views is None:
             places, keeps = owned_by(self.comm.rank, layout, membership), self.delayed == "compensate"
             self._views = Views(self.comm, places, self._held, self._coding, keeps)
-        manner = Manner(self._pace, self.settings_ahead(turns), self._coding, self.delayed, self.fresh == "push")
+        borrows = self._leaves_gradients and self.delayed != "compensate"
+        ahead, subscribed = self.settings_ahead(turns), self.fresh == "push"
+        manner = Manner(self._pace, ahead, self._coding, self.delayed, subscribed, borrows)
         return Owner(self.comm, membership, self._held, layout, self._views, self.tallies, clock, self.copies, manner)
 
     def _begin_piece(self, piece: Piece) -> None:

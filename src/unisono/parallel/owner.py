@@ -63,6 +63,7 @@ class Manner:
     coding: Coding
     delayed: Delayed = ""
     subscribed: bool = False
+    borrows: bool = False  # gradients are used where the workers have them: the optimizer leaves them as they are
 
 
 class Owner:
@@ -97,7 +98,7 @@ class Owner:
         workers = [rank for rank in membership.workers if rank != comm.rank]
         views.begin_round()
         self._answering = [
-            Answering(comm, workers, self.answer, self._break, self._release),
+            Answering(comm, workers, self.answer, self._break, self._release, borrows=manner.borrows),
             Answering(comm, workers if manner.subscribed else (), self._tell_news, self._break, lane=SUBSCRIPTIONS),
             Answering(comm, [*self._copies], self._copy, self._break, lane=COPIES),
         ]
