@@ -11,18 +11,17 @@ import os
 import uuid
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from unisono.comm.faulty import faulty
 from unisono.comm.inner import ALONE, LedComm
-from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
 from unisono.comm.threads import Hub, ThreadComm
-from unisono.comm.transport import choose, describe
+from unisono.comm.transport import choose
 from unisono.core import events
 from unisono.core.errors import SetupError
 from unisono.core.spec import JobSpec, resolve_microbatches
@@ -35,6 +34,7 @@ from unisono.elastic.station import Alone
 from unisono.parallel.server import ParameterServer
 from unisono.train import numerics
 from unisono.train.agreement import facts_of
+from unisono.train.announcing import announce
 from unisono.train.capturing import capture, take_up
 from unisono.train.checkpoints import Checkpoints
 from unisono.train.context import Context
@@ -45,7 +45,7 @@ from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.replica import give_values, open_replica
-from unisono.train.resuming import Home, TakenUp, open_home
+from unisono.train.resuming import Home, open_home
 from unisono.train.settling import meter_for, settle_computing
 from unisono.train.strategies import open_strategy, settle_local_steps
 
@@ -117,7 +117,7 @@ def open_job(context: Context, request: Request) -> Job:
         prepared.close()
         raise
     job.meter = meter_for(job)
-    _announce(job, home, taken)
+    announce(job, home, taken)
     if replica is not None:
         job.emit(replica.told)
     if job.is_first and home.store is not None and not home.interval.is_never:
@@ -232,52 +232,3 @@ def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints
         return NO_FAULTS
     actions = {"drop": getattr(comm, "drop", lambda: None), "corrupt": lambda: numerics.flip_one_bit(model)}
     return FaultPoints(context.place.faults, context.emit, actions)
-
-
-def _announce(job: Job, home: Home, taken: TakenUp | None) -> None:
-    healed = job.session.healed.workers
-    if healed and job.worker_at(0) not in healed and not job.state.position:
-        first = job.worker_at(0)
-        job.notice_once("initial-weights", f"the workers built different initial weights; all now use worker {first}'s")
-    steps = job.loader.steps_per_epoch
-    limits = [steps * job.spec.epochs] if steps and job.spec.epochs else []
-    limits += [job.spec.max_steps] if job.spec.max_steps else []
-    per_epoch = None
-    if steps and job.loader.samples:
-        rest = job.loader.samples % job.spec.batch_size if job.spec.drop_last else 0
-        per_epoch = job.loader.samples - rest
-    for words in home.passed_over:
-        job.emit(events.Notice(code="checkpoint-passed-over", text=words))
-    if taken is not None:
-        at, place = taken.manifest, home.store.url if home.store else ""
-        job.emit(events.Resumed(step=at.step, digest=at.hash, url=place, differs=taken.differs))
-    for code, text in job.prepared.words.items():
-        job.notice_once(code, text)
-    if job.fingerprint.kernels:
-        job.notice_once("fused-optimizer", f"the optimizer updates all parameters at once: {job.fingerprint.kernels}")
-    job.emit(
-        events.Configured(
-            job=job.spec.model_dump(),
-            fingerprint=job.fingerprint.model_dump(),
-            steps_total=min(limits) if limits else None,
-            samples_per_epoch=per_epoch,
-            data=_hash_of(job.request.data.dataset),
-            transport=_transport(job),
-        )
-    )
-
-
-def _transport(job: Job) -> str:
-    """How tensors travel, in words."""
-    membership = job.session.membership
-    assert membership is not None
-    workers, hosts = len(membership.members), len(set(hosts_of(membership)))
-    transport = choose(job.device.type, hasattr(os, "eventfd"))
-    without_memory = getattr(job.comm, "notice", "")
-    return describe(transport, hosts, workers, not job.context.spec.plaintext, without_memory)
-
-
-def _hash_of(dataset: Any) -> str:
-    """What stands for all the data, for the receipt; a user's own dataset may mean something else by that name."""
-    found = getattr(dataset, "hash", "")
-    return found if isinstance(found, str) else ""
