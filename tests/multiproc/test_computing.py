@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from multiproc.running import Finished, run_python, run_unisono
-from unisono.core.events import StepFinished, StepSkipped
+from unisono.core.events import Configured, StepFinished, StepSkipped
 
 SCRIPT = """
 import sys
@@ -67,7 +67,9 @@ def test_a_narrow_precision_gives_the_same_bits_on_two_workers(name: str, tmp_pa
 
 
 def test_recomputation_changes_no_bit(tmp_path: Path) -> None:
-    plain = run_python(SCRIPT, tmp_path)
+    plain = run_python(SCRIPT, tmp_path, env={"UNISONO_RECOMPUTE": "auto"})  # there is room for all
+    (settled,) = plain.events_of(Configured)
+    assert settled.job["recompute"] == "none"
     recomputed = run_unisono(SCRIPT, tmp_path, "--recompute", "selective", workers=2)
     assert recomputed.weights_sha256 == plain.weights_sha256
 

@@ -8,6 +8,7 @@ import torch
 from blocky_model import Model
 from torch import nn
 
+from unisono.core.device_words import describe_device
 from unisono.core.events import DeviceMeasured
 from unisono.train.memory import (
     Activations,
@@ -106,3 +107,19 @@ def test_the_meter_speaks_every_few_seconds_and_leaves_the_first_step_out() -> N
     assert (event.samples_per_s, event.tokens_per_s, event.mfu) == (10.0, 1000.0, 0.5)
     assert event.tflops == 989.0
     assert event.memory["activations"] == 60 * GB
+
+
+def test_what_a_gpu_achieves_is_shown_in_two_rows() -> None:
+    measured = DeviceMeasured(
+        step=3,
+        samples_per_s=10.0,
+        tokens_per_s=1000.0,
+        tflops=98.9,
+        mfu=0.1,
+        peak="989 TFLOP/s",
+        memory=USAGE.categories(),
+    )
+    (_, speed), (_, memory) = describe_device(measured)
+    assert speed == "1,000 tokens/s, 99 TFLOP/s, 10.0% of the peak (989 TFLOP/s)"
+    assert memory.startswith("parameters 5.00 GB, gradients 5.00 GB")
+    assert describe_device(None) == []

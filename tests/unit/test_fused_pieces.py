@@ -113,3 +113,22 @@ def test_a_number_of_tokens_that_the_hardware_cannot_take_is_computed_in_the_usu
 def test_layers_of_uneven_size_stay_and_are_named_with_the_reason() -> None:
     assert why_not(nn.Linear(32, 64)) == ""
     assert why_not(nn.Linear(32, 10)) == "32 x 10 does not divide by 16"
+
+
+def test_the_fused_loss_and_fp8_layers_can_be_compiled_without_a_break() -> None:
+    """Traced with their backward passes, but not made into code, which takes minutes."""
+    torch._dynamo.reset()
+    features, head, targets = case(torch.float32)
+    layer = as_fp8(nn.Linear(WIDTH, WIDTH))
+    fused = unisono.nn.LinearCrossEntropy(head, chunk_tokens=16)
+
+    def loss(x: Tensor) -> Tensor:
+        return fused(layer(x), targets[:32])
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        usual, traced = loss(features[:32]), compiled(features[:32])
+    torch.testing.assert_close(traced, usual, rtol=1e-3, atol=0)
+    traced.backward()
+    assert head.weight.grad is not None
+    assert layer.weight.grad is not None
