@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
+
 from unisono.elastic.activity import Activity, Pulse
 from unisono.wire import messages as m
 
@@ -12,3 +16,28 @@ def test_the_first_word_comes_before_anything_can_keep_the_lock() -> None:
     Pulse(3, Activity(), told.append).start()
     assert isinstance(told[0], m.Status)
     assert told[0].worker == 3
+
+
+class Large:
+    pass
+
+
+def test_a_look_at_the_stack_keeps_nothing_of_it_alive() -> None:
+    """What the main thread had in hand is free when it lets go of it, not when the collector comes by."""
+    pulse, held = Pulse(0, Activity(), lambda _: None), []
+
+    def work() -> None:
+        tensor = Large()
+        held.append(weakref.ref(tensor))
+        look = threading.Thread(target=pulse.status)
+        look.start()
+        look.join()
+        assert held[0]() is not None
+
+    gc.collect()
+    gc.disable()
+    try:
+        work()
+        assert held[0]() is None
+    finally:
+        gc.enable()

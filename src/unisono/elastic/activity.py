@@ -103,6 +103,7 @@ class Pulse:
 
     def status(self) -> m.Status:
         frames = sys._current_frames()
+        frames.pop(threading.get_ident(), None)  # our own would hold itself, and with it what the others' frames hold
         waits = is_waiting(frames.get(self._main)) or self._lockstep_waits(frames)
         now = (self.activity.doing, self.activity.step, self.activity.generation, waits, self.activity.moved())
         if now != self._last:
