@@ -6,8 +6,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
-from unisono.elastic.activity import Activity, Pulse
+from unisono.elastic.activity import Activity, Pulse, user_frame
 from unisono.wire import messages as m
 
 
@@ -41,3 +43,12 @@ def test_a_look_at_the_stack_keeps_nothing_of_it_alive() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+def test_a_frame_that_is_between_two_lines_is_named_without_one() -> None:
+    frame: Any = SimpleNamespace(f_code=work_of_a_user.__code__, f_lineno=None, f_back=None)
+    assert user_frame(frame).endswith("test_pulse.py:0, in work_of_a_user")
+
+
+def work_of_a_user() -> None:
+    return None
