@@ -53,8 +53,8 @@ class Shards:
             self.local[name].requires_grad_(parameter.requires_grad)
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Of the backward pass just done, those that have not been told, each in its parameter's own cut; they are taken
-        away from the parameters."""
+        """Of the backward pass just done, those that have not been told, each in its parameter's own cut; they are
+        taken away from the parameters."""
         for name in self.real:
             yield name, self._taken(name)
 

@@ -200,8 +200,16 @@ def keeps_state(optimizer: Optimizer) -> bool:
             raise _refusal(name, f"it does not take vectors: {error}") from None
         if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
             raise _refusal(name, "what it does to one element depends on the others of its parameter")
-        keeps |= state
+        keeps |= any(state)
     return keeps
+
+
+def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
+    """What it keeps for each element of a large matrix of that dtype. Raises whatever the trial does."""
+    start = torch.zeros(64, 64, dtype=dtype)
+    _, (state,) = _trial(optimizer, group, [start], [[torch.ones_like(start)]])
+    kept = [value for value in state.values() if isinstance(value, Tensor) and value.numel() == start.numel()]
+    return sum(value.element_size() for value in kept)
 
 
 def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
@@ -217,7 +225,8 @@ def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
 
 def _trial(
     optimizer: Optimizer, group: dict[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], bool]:
+) -> tuple[list[Tensor], list[dict[str, Any]]]:
+    """The parts after some steps, and what the optimizer then keeps for each."""
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
     other.param_groups = [{**group, "params": parts}]
@@ -227,7 +236,7 @@ def _trial(
         for part, gradient in zip(parts, row, strict=True):
             part.grad = gradient.clone()
         other.step()
-    return [part.detach() for part in parts], any(other.state.values())
+    return [part.detach() for part in parts], [other.state[part] for part in parts]
 
 
 def _refusal(name: str, cause: str) -> SetupError:
