@@ -20,6 +20,7 @@ BILLION = Needs(
     10**9, 4 * GB, 4 * GB, 8 * GB, GB // 10, 0, "AdamW", dtypes={"float32": 4 * GB}, batch_size=64, microbatches=1
 )
 LAYERLESS = replace(BILLION, unit=0, rest=4 * GB)
+FOUR_BLOCKS = replace(BILLION, unit=GB)
 
 
 @pytest.mark.parametrize(
@@ -27,18 +28,18 @@ LAYERLESS = replace(BILLION, unit=0, rest=4 * GB)
     [
         (BILLION, Devices(8, 24 * GB), "dp=8"),
         (BILLION, Devices(8, 22 * GB), "dp=8"),  # 16 of 16.5
-        (BILLION, Devices(8, 21 * GB), "dp=4,fsdp=2"),  # 16 of 15.75; 16 / 2 + 2 x 0.1
+        (BILLION, Devices(8, 21 * GB), "dp=4,fsdp=2"),  # 16 of 15.75; 16 / 2 + 4 x 0.1
         (BILLION, Devices(8, 12 * GB), "dp=4,fsdp=2"),
         (BILLION, Devices(6, 12 * GB), "dp=3,fsdp=2"),
         (BILLION, Devices(3, 12 * GB), "dp=1,fsdp=3"),  # 2 does not divide 3
         (BILLION, Devices(8, 4 * GB), "dp=1,fsdp=8"),
         (BILLION, Devices(1, 24 * GB), "dp=1"),
         (LAYERLESS, Devices(8, 24 * GB), "dp=8"),
-        (LAYERLESS, Devices(8, 20 * GB), "dp=2,fsdp=4"),  # 16 / 4 + 2 x 4, where 16 / 2 + 8 = 16 is too much
-        (LAYERLESS, Devices(8, 11 * GB), "dp=4,tp=2"),  # with fsdp alone 8 GB are together at once
-        (LAYERLESS, Devices(8, 8 * GB), "dp=1,fsdp=4,tp=2"),  # 16 / 8 + 2 x 4 / 2
+        (LAYERLESS, Devices(8, 20 * GB), "dp=4,tp=2"),  # with fsdp alone 16 GB are together at once
         (LAYERLESS, Devices(8, 5 * GB), "dp=1,tp=8"),
-        (replace(BILLION, zero=2), Devices(8, 12 * GB), "dp=2,fsdp=4"),  # 16 / 4 + 3 + 0.1
+        (FOUR_BLOCKS, Devices(8, 9 * GB), "dp=1,fsdp=8"),  # 16 / 8 + 4 of 6.75
+        (FOUR_BLOCKS, Devices(8, 6 * GB), "dp=1,fsdp=4,tp=2"),  # 16 / 8 + 4 / 2 of 4.5
+        (replace(BILLION, zero=2), Devices(8, 12 * GB), "dp=2,fsdp=4"),  # 16 / 4 + 3 + 0.3
         (replace(BILLION, state=0), Devices(8, 12 * GB), "dp=8"),  # 8 GB of SGD
         (replace(BILLION, microbatches=32), Devices(8, 24 * GB), "dp=4,fsdp=2"),  # 4 a replica: 2 partial sums, 20 GB
         (replace(BILLION, microbatches=None), Devices(1, 24 * GB), None),  # as many by default
@@ -74,7 +75,7 @@ def test_where_nothing_fits_the_arithmetic_is_shown() -> None:
         "a device has 8.0 GB",
         "of which 6.0 GB may be used: 25% is left for activations",
         "dp only: 16.0 GB a device",
-        "fsdp=2: 8.2 GB a device",
+        "fsdp=2: 8.4 GB a device",
         "a block of 100.0 MB",
     ):
         assert words in said

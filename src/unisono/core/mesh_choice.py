@@ -107,16 +107,17 @@ def candidates(count: int) -> Iterator[Mesh]:
 
 
 def bytes_of(needs: Needs, mesh: Mesh, replicas: int) -> float:
-    """What a rank holds at the peak of a step, without activations: its part of everything, and what is put together
-    for a moment, as weights and as gradients."""
+    """What a rank holds at the peak of a step, without activations: its part of everything, and what is whole for a
+    moment. A block is there up to four times: received, as weights, as gradients, and as what is sent
+    (bench/mesh_memory.py). What is in no block is whole all the time, and its gradients come last."""
     microbatches = _microbatches(needs, replicas)
     sums = needs.gradients * gradient_copies(-(-microbatches // replicas))
     parts = (needs.weights + sums + needs.state) / mesh.ranks
     if mesh.fsdp == 1:
         return parts
     if needs.zero == 3:
-        return parts + 2 * (needs.unit + needs.rest) / mesh.tp
-    return parts + (needs.weights * (1 - 1 / mesh.fsdp) + needs.unit + needs.rest) / mesh.tp
+        return parts + (needs.rest + max(4 * needs.unit, 3 * needs.rest)) / mesh.tp
+    return parts + (needs.weights * (1 - 1 / mesh.fsdp) + max(3 * needs.unit, 2 * needs.rest)) / mesh.tp
 
 
 def gradient_copies(microbatches: int) -> int:
@@ -158,7 +159,8 @@ def _nothing_fits(needs: Needs, devices: Devices, tried: list[str]) -> SetupErro
         f"of which {_size(devices.budget)} may be used: {HEADROOM:.0%} is left for activations and buffers",
         *tried[:_SHOWN],
         *left,
-        f"fsdp puts a block of {_size(needs.unit)} together at once, and {_size(needs.rest)} outside of blocks",
+        f"with fsdp, of which a block of {_size(needs.unit)}, and {_size(needs.rest)} outside of blocks, are whole for "
+        "a moment, with their gradients and what is sent of them",
     ]
     return SetupError(
         f"--mesh auto: {_story(needs, devices)}, and no mesh of {devices.count} fits: {devices.words}",

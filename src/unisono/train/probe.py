@@ -91,7 +91,7 @@ def needs_of(spec: RunSpec, request: Request) -> Needs:
         optimizer=type(optimizer).__name__,
         assumed=assumed,
         dtypes=dtypes,
-        batch_size=request.batch_size,
+        batch_size=max(1, int(request.batch_size)),
         microbatches=spec.microbatches or request.microbatches,
         zero=asked.zero,
         offload=asked.offload,
