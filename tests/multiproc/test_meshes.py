@@ -86,6 +86,15 @@ def test_the_number_of_replicas_does_not_show_in_the_bits(inner: str, tmp_path: 
     assert len(set(found.values())) == 1, found
 
 
+def test_a_step_of_one_microbatch_is_the_same_training(tmp_path: Path) -> None:
+    """Its gradients stay where torch has put them."""
+    one = ("--microbatches", "1")
+    whole = run_unisono(SCRIPT, tmp_path, *one, workers=1)
+    cut = run_unisono(SCRIPT, tmp_path, "--mesh", "fsdp=2", *one, workers=None)
+    assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
+    assert norms(cut) == pytest.approx(norms(whole), rel=TOLERANCE)
+
+
 def test_zero_stages_are_the_same_training(tmp_path: Path) -> None:
     found = {stage: train(tmp_path, "fsdp=2", options=("--zero", str(stage))).weights_sha256 for stage in (1, 2, 3)}
     assert len(set(found.values())) == 1, found

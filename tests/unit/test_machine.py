@@ -150,7 +150,7 @@ def test_limits_of_version_2_come_from_the_tightest_group_on_the_way_up(tmp_path
     write(root / "outer", cpu__max="300000 100000", memory__max="8000", memory__current="1000", pids__max="max")
     write(root / "outer/inner", cpu__max="max 100000", memory__max="9000", memory__current="900")
     write(root / "outer/inner", memory__stat="anon 1\ninactive_file 400", pids__max="50", pids__current="8")
-    assert limits(tmp_path, "0::/outer/inner\n") == Limits(3.0, 7000, 42)
+    assert limits(tmp_path, "0::/outer/inner\n") == Limits(3.0, 7000, 42, 8000)
 
 
 def test_limits_of_version_1_are_read_from_the_folder_of_each_controller(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_limits_of_version_1_are_read_from_the_folder_of_each_controller(tmp_pat
     write(root / "cpu,cpuacct/job", cpu__cfs_quota_us="150000", cpu__cfs_period_us="100000")
     write(root / "pids", pids__max="max", pids__current="3")
     membership = "4:memory:/job\n3:cpu,cpuacct:/job\n2:pids:/\n0::/\n"
-    assert limits(tmp_path, membership) == Limits(1.5, 2500, None)
+    assert limits(tmp_path, membership) == Limits(1.5, 2500, None, 5000)
 
 
 def test_inside_a_container_the_outer_path_is_missing_and_the_root_counts(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +77,15 @@ def test_an_optimizer_made_for_parameters_without_values_follows() -> None:
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert [id(p) for p in held] == [id(p) for p in (*model.blocks.parameters(), model.embed.weight)]
     assert optimizer.param_groups[0]["lr"] == 2.0
+
+
+def test_what_has_been_made_belongs_to_the_model_alone() -> None:
+    """So that a part that is cut and given away is gone before the next is made."""
+    model = unmade()
+    maker = Maker(model, torch.device("cpu"), lambda _: None)
+    maker.make(model.blocks[0])
+    made = weakref.ref(model.blocks[0].weight)
+    model.blocks[0].weight = nn.Parameter(torch.zeros(2, 4))
+    assert made() is None
+    maker.make(model)
+    assert model.head.weight is model.embed.weight

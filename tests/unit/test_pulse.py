@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
-from unisono.elastic.activity import Activity, Pulse
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+from unisono.elastic.activity import Activity, Pulse, user_frame
 from unisono.wire import messages as m
 
 
@@ -12,3 +18,37 @@ def test_the_first_word_comes_before_anything_can_keep_the_lock() -> None:
     Pulse(3, Activity(), told.append).start()
     assert isinstance(told[0], m.Status)
     assert told[0].worker == 3
+
+
+class Large:
+    pass
+
+
+def test_a_look_at_the_stack_keeps_nothing_of_it_alive() -> None:
+    """What the main thread had in hand is free when it lets go of it, not when the collector comes by."""
+    pulse, held = Pulse(0, Activity(), lambda _: None), []
+
+    def work() -> None:
+        tensor = Large()
+        held.append(weakref.ref(tensor))
+        look = threading.Thread(target=pulse.status)
+        look.start()
+        look.join()
+        assert held[0]() is not None
+
+    gc.collect()
+    gc.disable()
+    try:
+        work()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_frame_that_is_between_two_lines_is_named_without_one() -> None:
+    frame: Any = SimpleNamespace(f_code=work_of_a_user.__code__, f_lineno=None, f_back=None)
+    assert user_frame(frame).endswith("test_pulse.py:0, in work_of_a_user")
+
+
+def work_of_a_user() -> None:
+    return None

@@ -20,3 +20,11 @@ def test_freed_memory_is_kept_unless_the_user_has_settings_of_their_own(monkeypa
     assert int(worker_environment(RunSpec())["MALLOC_TRIM_THRESHOLD_"]) >= 1 << 28
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
     assert worker_environment(RunSpec())["MALLOC_TRIM_THRESHOLD_"] == "65536"
+
+
+def test_ranks_that_share_a_model_give_freed_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
+    alone, shared = worker_environment(RunSpec()), worker_environment(RunSpec(mesh="fsdp=2"))
+    assert int(shared["MALLOC_MMAP_THRESHOLD_"]) < int(alone["MALLOC_MMAP_THRESHOLD_"])
+    assert int(shared["MALLOC_TRIM_THRESHOLD_"]) < int(alone["MALLOC_TRIM_THRESHOLD_"])

@@ -105,7 +105,9 @@ def run(
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="Models larger than one device: replicas (dp) of several ranks: dp=4,fsdp=2,tp=2,pp=2.", metavar="MESH"
+            help="Models larger than one device: replicas (dp) of several ranks: dp=4,fsdp=2,tp=2,pp=2; auto: what "
+            "fits the devices, --workers then being processes altogether.",
+            metavar="MESH",
         ),
     ] = None,
     zero: Annotated[

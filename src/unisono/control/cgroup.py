@@ -19,13 +19,15 @@ class Limits:
     cores: float | None = None
     memory_left_bytes: int | None = None
     processes_left: int | None = None
+    memory_bytes: int | None = None
 
 
 def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Limits:
     folders = _folders(membership, root)
     return Limits(
         cores=min((quota for folder in folders for quota in _cores(folder)), default=None),
-        memory_left_bytes=min((left for folder in folders for left in _memory_left(folder)), default=None),
+        memory_bytes=min((limit for folder in folders for limit, _ in _memory(folder)), default=None),
+        memory_left_bytes=min((left for folder in folders for _, left in _memory(folder)), default=None),
         processes_left=min((left for folder in folders for left in _processes_left(folder)), default=None),
     )
 
@@ -57,14 +59,15 @@ def _cores(folder: Path) -> Iterator[float]:
         yield quota / period
 
 
-def _memory_left(folder: Path) -> Iterator[int]:
+def _memory(folder: Path) -> Iterator[tuple[int, int]]:
+    """The limit, and what is left of it."""
     names = (("memory.max", "memory.current", "inactive_file"),
              ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))  # fmt: skip
     for limit_name, used_name, cache_name in names:
         (limit,) = _numbers(folder / limit_name, 1) or (None,)
         (used,) = _numbers(folder / used_name, 1) or (None,)
         if limit is not None and used is not None and limit < _UNLIMITED:
-            yield max(0, limit - max(0, used - _statistic(folder / "memory.stat", cache_name)))
+            yield limit, max(0, limit - max(0, used - _statistic(folder / "memory.stat", cache_name)))
 
 
 def _processes_left(folder: Path) -> Iterator[int]:

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from unisono.control.listening import choose_address
+from unisono.control.mesh_auto import chosen
 from unisono.control.supervisor import Supervisor
 from unisono.core.errors import ScriptMissing, ScriptSyntax, UsageError, suggest
 from unisono.core.faults import read_plan
+from unisono.core.mesh import AUTO
 from unisono.core.progress import Progress
 from unisono.core.run_dir import RunDir, create, find
 from unisono.core.spec import RunSpec, build_run_spec, from_environment, resolve_microbatches
@@ -24,6 +27,8 @@ def launch(values: dict[str, Any], source: str, watch: Callable[[RunDir], Progre
     build_run_spec(from_environment(), "environment (UNISONO_…)")  # so that an error names the right culprit
     spec = build_run_spec(from_environment() | values, source)
     _check_script(spec.script)
+    if spec.mesh == AUTO:
+        spec = build_run_spec(chosen(spec, from_environment() | values, _say), "--mesh auto")
     if spec.microbatches is not None:
         resolve_microbatches(spec.microbatches, spec.workers.max, batch_size=spec.microbatches)
     _check_workers(spec)
@@ -32,6 +37,10 @@ def launch(values: dict[str, Any], source: str, watch: Callable[[RunDir], Progre
     faults = read_plan(Path(spec.faults)).as_toml() if spec.faults else ""
     spec, run_dir = create(spec, time.time())
     return Supervisor(spec, run_dir, watch(run_dir), faults).run()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def resume(name: str, workers: str | None) -> int:

@@ -29,6 +29,9 @@ _READ_BYTES = 1 << 16
 # glibc gives large blocks back to the kernel when they are freed; every step would then touch its activations and
 # gradients as new pages, one fault per 4 KB. The user's own settings win.
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+# Ranks that share a model do so for want of memory: layers that come and go between what stays would leave gaps of
+# several times what is in use.
+_GIVE_FREED_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
 _LAST_WORDS_BYTES = 8000
 _LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160
 _DRAIN_BYTES = 1 << 22  # of a worker that has ended: more than its pipe can hold, less than a stray child can write
@@ -256,4 +259,5 @@ def _await_exit(pid: int) -> int:
 def worker_environment(spec: RunSpec) -> dict[str, str]:
     """Threads are fixed by the spec, also for libraries that read them from the environment at load time."""
     fixed = {name: str(spec.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    return _KEEP_FREED_MEMORY | os.environ | fixed | {"PYTHONUNBUFFERED": "1"}
+    freed = _KEEP_FREED_MEMORY if spec.replica.ranks == 1 else _GIVE_FREED_MEMORY_BACK
+    return freed | os.environ | fixed | {"PYTHONUNBUFFERED": "1"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from unisono.core.errors import UsageError, suggest
 
+AUTO = "auto"  # in place of a mesh: to be chosen when it is known what the training needs
 REPLICAS = "dp"
 INNER = ("pp", "fsdp", "tp")  # slowest first
 _MEANS = {"dp": "replicas", "fsdp": "sharded", "tp": "tensor parallel", "pp": "pipeline stages"}

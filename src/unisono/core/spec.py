@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, UsageError, suggest
 from unisono.core.interval import parse_interval
-from unisono.core.mesh import Mesh, parse_mesh
+from unisono.core.mesh import AUTO, Mesh, parse_mesh
 
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
@@ -134,12 +134,17 @@ class RunSpec(BaseModel):
 
     @property
     def replica(self) -> Mesh:
+        if self.mesh == AUTO:
+            raise UsageError(
+                "--mesh auto needs unisono run, which chooses before anything starts",
+                do=f"unisono run {self.script or 'train.py'} --mesh auto; or write the mesh out",
+            )
         return parse_mesh(self.mesh) if self.mesh else Mesh()
 
     @model_validator(mode="before")
     @classmethod
     def _replicas_are_workers(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or not values.get("mesh"):
+        if not isinstance(values, dict) or values.get("mesh") in (None, "", AUTO):
             return values
         mesh = parse_mesh(str(values["mesh"]))
         asked = values.get("workers")
@@ -152,10 +157,26 @@ class RunSpec(BaseModel):
     @model_validator(mode="after")
     def _ranks_share(self) -> Self:
         """An option for ranks that share a model cannot take effect where none do."""
+        if self.mesh == AUTO:
+            return self._choosable()
         mesh = self.replica
         for name, dimension in (("zero", "fsdp"), ("offload", "fsdp"), ("schedule", "pp"), ("chunks", "pp")):
             if getattr(self, name) and getattr(mesh, dimension) == 1:
                 raise ValueError(f"{name} belongs to {dimension}; add {dimension}=2 or more to --mesh, or leave it out")
+        return self
+
+    def _choosable(self) -> Self:
+        refusals = {
+            "listen": "it looks at the devices of this machine alone",
+            "offload": "how much stays on a device then depends on what is in use at the moment",
+            "schedule": "it never chooses pp",
+            "chunks": "it never chooses pp",
+        }
+        for name, why in refusals.items():
+            if getattr(self, name):
+                raise ValueError(f"--mesh auto and --{name} do not go together: {why}; write the mesh out")
+        if self.strategy not in ("", "allreduce"):
+            raise ValueError(f"--mesh auto and --strategy {self.strategy} do not go together; leave out one of the two")
         return self
 
     @property

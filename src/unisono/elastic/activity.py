@@ -103,6 +103,7 @@ class Pulse:
 
     def status(self) -> m.Status:
         frames = sys._current_frames()
+        frames.pop(threading.get_ident(), None)  # our own would hold itself, and with it what the others' frames hold
         waits = is_waiting(frames.get(self._main)) or self._lockstep_waits(frames)
         now = (self.activity.doing, self.activity.step, self.activity.generation, waits, self.activity.moved())
         if now != self._last:
@@ -148,6 +149,6 @@ def user_frame(frame: FrameType | None) -> str:
     """``train.py:41, in forward: x = self.fc(x)``: the innermost line of the user's own code."""
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
-            return process.line_at(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            return process.line_at(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
         frame = frame.f_back
     return ""

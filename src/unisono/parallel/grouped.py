@@ -68,6 +68,8 @@ class Grouped(AllReduce):
         super().__init__(group.shards.shadow, optimizer, comm, before_update, random_state, make_reducer, carry)
         self.group = group
         self._buffers = Buffers(model)
+        if group.pipeline is None:
+            group.shards.tell_gradients(self._deliver)
         self._share = 1.0  # of the microbatch's samples that this rank computes
 
     def take(self, batch: Any, count: Callable[[Any], float] | None) -> Any:
@@ -104,11 +106,14 @@ class Grouped(AllReduce):
         self._losses[self._current.index] = lambda: float(value)
         if loss.requires_grad:
             (loss * (self._current.weight * share)).backward()  # type: ignore[no-untyped-call]
-        assert self._gradients is not None
         for name, gradient in self.group.shards.gradients():
             if gradient is not None:
-                self._gradients.deliver(name, gradient)
+                self._deliver(name, gradient)
         self._end_microbatch()
+
+    def _deliver(self, name: str, gradient: Tensor) -> None:
+        assert self._gradients is not None
+        self._gradients.deliver(name, gradient)
 
     def forward_backward(self, microbatch: Microbatch, *turns: Compute) -> None:
         (compute,) = turns

@@ -10,6 +10,7 @@ module's values come from its own `reset_parameters`, with random state that bel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -28,7 +29,8 @@ class Maker:
     def __init__(self, model: nn.Module, device: torch.device, seed: Callable[[str], None]) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._device, self._seed = device, seed
-        self._made: dict[int, nn.Parameter] = {}  # by what stood in its place: tied ones stay tied
+        self._tied = _in_several_places(model)
+        self._made: dict[int, nn.Parameter] = {}  # those, by what stood in their place; the others are given away
 
     @torch.no_grad()
     def make(self, part: nn.Module) -> None:
@@ -48,7 +50,8 @@ class Maker:
                 known[key] = made.detach().clone()
             else:
                 made = nn.Parameter(_unset(parameter, self._device), parameter.requires_grad)
-                self._made[id(parameter)] = made
+                if id(parameter) in self._tied:
+                    self._made[id(parameter)] = made
             module._parameters[key] = made
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -72,6 +75,11 @@ class Maker:
                     cause=f"{type(module).__name__} has no reset_parameters, or that leaves {key} out",
                     do="give the module a reset_parameters() that fills all of its own parameters and buffers",
                 )
+
+
+def _in_several_places(model: nn.Module) -> set[int]:
+    found = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, places in found.items() if places > 1}
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from unisono.parallel.gradients import Assignment, Gradients, sparse_error
 
 
@@ -31,6 +33,12 @@ class OnlyGradients(Gradients):
                     raise sparse_error(self.names[position])
                 self.used[position] = True
         return []
+
+    def deliver(self, name: str, gradient: Tensor) -> None:
+        """Where ranks share a model, autograd has put it elsewhere; it is not copied."""
+        position = self._positions.get(name)
+        if position is not None:
+            self.parameters[position].grad = gradient
 
     def publish(self, used_by_anyone: Sequence[bool]) -> None:
         """They are where they should be."""

@@ -8,7 +8,7 @@ Whole tensors are put together, and cut, one at a time. Called by the grouped st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -53,15 +53,36 @@ class Shards:
             self.local[name].requires_grad_(parameter.requires_grad)
 
     def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Of the backward pass just done, each in its parameter's own cut; they are taken away from the parameters."""
+        """Of the backward pass just done, those that have not been told, each in its parameter's own cut; they are
+        taken away from the parameters."""
+        for name in self.real:
+            yield name, self._taken(name)
+
+    def tell_gradients(self, tell: Callable[[str, Tensor], None]) -> None:
+        """From now on, each as soon as the backward pass has it, so that they are never all there a second time. Not
+        where a microbatch goes backward in several pieces."""
+
+        def hook(name: str) -> Callable[[Tensor], None]:
+            def taken(_: Tensor) -> None:
+                gradient = self._taken(name)
+                if gradient is not None:
+                    tell(name, gradient)
+
+            return taken
+
         for name, parameter in self.real.items():
-            gradient, parameter.grad = parameter.grad, None
-            if isinstance(gradient, DTensor):
-                assert isinstance(parameter, DTensor)
-                if gradient.placements != parameter.placements:
-                    gradient = gradient.redistribute(placements=parameter.placements)
-                gradient = gradient.to_local()
-            yield name, gradient
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(hook(name))  # type: ignore[no-untyped-call]
+
+    def _taken(self, name: str) -> Tensor | None:
+        parameter = self.real[name]
+        gradient, parameter.grad = parameter.grad, None
+        if isinstance(gradient, DTensor):
+            assert isinstance(parameter, DTensor)
+            if gradient.placements != parameter.placements:
+                gradient = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        return gradient
 
     @torch.no_grad()
     def whole(self, name: str, local: Tensor) -> Tensor:

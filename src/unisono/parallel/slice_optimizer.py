@@ -206,7 +206,7 @@ def keeps_state(optimizer: Optimizer) -> bool:
             raise _refusal(name, f"it does not take vectors: {error}") from None
         if not torch.equal(torch.cat([part.view(-1) for part in whole]), torch.cat(parts)):
             raise _refusal(name, "what it does to one element depends on the others of its parameter")
-        keeps |= state
+        keeps |= any(state)
     return keeps
 
 
@@ -217,6 +217,14 @@ def leaves_gradients(optimizer: Optimizer) -> bool:
         return False
     gradients = [[torch.linspace(-1.0, 1.0, 64)] for _ in range(_TRIAL_STEPS)]
     return all(_trial(optimizer, group, [torch.ones(64)], gradients)[2] for group in optimizer.param_groups)
+
+
+def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
+    """What it keeps for each element of a large matrix of that dtype. Raises whatever the trial does."""
+    start = torch.zeros(64, 64, dtype=dtype)
+    _, (state,), _ = _trial(optimizer, group, [start], [[torch.ones_like(start)]])
+    kept = [value for value in state.values() if isinstance(value, Tensor) and value.numel() == start.numel()]
+    return sum(value.element_size() for value in kept)
 
 
 def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
@@ -232,8 +240,8 @@ def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
 
 def _trial(
     optimizer: Optimizer, group: dict[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], bool, bool]:
-    """Where the parts end up, whether it remembers anything, and whether it has left the gradients as they were."""
+) -> tuple[list[Tensor], list[dict[str, Any]], bool]:
+    """The parts after some steps, what the optimizer then keeps for each, and whether it left the gradients alone."""
     other = like(optimizer)
     parts = [nn.Parameter(start) for start in starts]
     other.param_groups = [{**group, "params": parts}]
@@ -246,7 +254,7 @@ def _trial(
             part.grad = gradient
         other.step()
         left &= all(torch.equal(now, before) for now, before in zip(given, row, strict=True))
-    return [part.detach() for part in parts], any(other.state.values()), left
+    return [part.detach() for part in parts], [other.state[part] for part in parts], left
 
 
 def _refusal(name: str, cause: str) -> SetupError:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from unisono.core import events, process, seeds
 from unisono.core.errors import Interrupted, ScriptFailed, SetupError, UnisonoError
@@ -54,6 +55,7 @@ class Context:
     activity: Activity = field(default_factory=Activity)
     place: Place | None = None
     close: Callable[[], None] = lambda: None
+    before_opening: Callable[[Any], None] = lambda _: None  # called with what a training asks for; a probe ends there
     trainings: int = field(default=0)
     turns: int = field(default=0)  # uses of first_worker
 

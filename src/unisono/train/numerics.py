@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from unisono.core.errors import SetupError
 from unisono.core.fingerprint import Fingerprint
+from unisono.core.mesh import INNER, Mesh
 from unisono.parallel.read_back import read_back
 from unisono.train.options import Clip
+
+ONE_RANK = Mesh()
 
 
 def settle_torch(threads: int, exact: bool, strict: bool = False) -> None:
@@ -79,18 +82,42 @@ def fingerprint(device: torch.device, threads: int, exact: bool, data: str, kern
     )
 
 
-def choose_device(asked: str, worker: int, workers: int) -> torch.device:
-    """`worker`'s own GPU, or the CPU. Never two workers on one GPU, never silently fewer GPUs than asked for."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == "cpu" or (asked == "auto" and not count):
+def choose_device(asked: str, number: int, workers: int, mesh: Mesh = ONE_RANK) -> torch.device:
+    """A GPU of its own for each rank of this machine's workers, or the CPU for all. `number` counts those ranks."""
+    count = usable_gpus(asked)
+    if count is None:
         return torch.device("cpu")
-    if count < workers:
+    require_gpus(count, workers, mesh)
+    return torch.device("cuda", number)
+
+
+def usable_gpus(asked: str) -> int | None:
+    """How many there are; None where the CPU is used."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return None if asked == "cpu" or (asked == "auto" and not count) else count
+
+
+def require_gpus(count: int, workers: int, mesh: Mesh) -> None:
+    """Never two ranks on one GPU, never silently fewer GPUs than asked for."""
+    needed = workers * mesh.ranks
+    if needed <= count:
+        return
+    here = f"there {'is' if count == 1 else 'are'} {count} here"
+    if mesh.ranks == 1:
         raise SetupError(
-            f"{workers} workers need {workers} GPUs, and there are {count} here",
+            f"{workers} workers need {workers} GPUs, and {here}",
             cause="each worker computes on a GPU of its own",
             do=f"use --workers {count}, or --device cpu" if count else "use --device cpu",
         )
-    return torch.device("cuda", worker)
+    factors = " x ".join(str(getattr(mesh, name)) for name in INNER if getattr(mesh, name) > 1)
+    fits = (
+        f"use --mesh dp={count // mesh.ranks},{mesh.inner}, or " if count >= mesh.ranks else "use a smaller mesh, or "
+    )
+    raise SetupError(
+        f"--mesh dp={workers},{mesh.inner} needs {workers} x {factors} = {needed} GPUs, and {here}",
+        cause="each rank of a replica computes on a GPU of its own",
+        do=fits + "--device cpu",
+    )
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from unisono.comm.threads import Hub, ThreadComm
 from unisono.comm.transport import choose
 from unisono.core import events
 from unisono.core.errors import SetupError
+from unisono.core.mesh import Mesh
 from unisono.core.spec import JobSpec, resolve_microbatches
 from unisono.data.anybody import AnybodysLoader
 from unisono.data.loading import Loader, open_loader
@@ -53,6 +54,7 @@ _ROUND_STEPS = 16  # after which workers meet that do not wait for each other
 
 
 def open_job(context: Context, request: Request) -> Job:
+    context.before_opening(request)
     place = context.place
     home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
     request = replace(request, local=settle_local_steps(context.spec, request.local))
@@ -196,10 +198,10 @@ def _refuse_foreign_parameters(request: Request) -> None:
         )
 
 
-def _slot(context: Context) -> tuple[int, int]:
-    """Which of the machine's devices is this rank's, and how many its ranks need."""
-    place, ranks = context.place, context.spec.replica.ranks
-    return (place.slot * ranks + place.rank, place.local * ranks) if place else (0, 1)
+def _slot(context: Context) -> tuple[int, int, Mesh]:
+    """Which of the machine's devices is this rank's; the machine's workers, and the shape of each."""
+    place, mesh = context.place, context.spec.replica
+    return (place.slot * mesh.ranks + place.rank, place.local, mesh) if place else (0, 1, Mesh())
 
 
 def _open_loader(request: Request, spec: JobSpec, bound: int | None) -> Loader:

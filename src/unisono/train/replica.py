@@ -62,7 +62,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
         )
     _refuse(context.spec, request)
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
-    asked = _asked(context.spec, request.parallel)
+    asked = what_is_asked(context.spec, request.parallel)
     cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request))
     world = _open_world(context.worker, place, mesh, device)
     _check_alike(request, world)
@@ -98,7 +98,7 @@ def _maker(model: nn.Module, device: torch.device, seed: int) -> Callable[[nn.Mo
     return Maker(model, device, lambda name: seeds.apply(seeds.derive(seed, f"initial {name}"))).make
 
 
-def _asked(spec: RunSpec, script: Parallel) -> Parallel:
+def what_is_asked(spec: RunSpec, script: Parallel) -> Parallel:
     """What the command says comes before what the script says."""
     said: dict[str, Any] = {
         "zero": spec.zero,

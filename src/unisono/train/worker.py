@@ -98,13 +98,10 @@ def main() -> int:
     try:
         if context.place and context.place.faults:
             FaultPoints(context.place.faults, emit, {}).reach("start")
-        _run_script(spec)
+        _require_devices(spec, settings["local"])
+        run_script(spec)
         if not context.trainings:
-            raise NothingTrained(
-                f"{spec.script} ended without training anything",
-                cause="it called neither Trainer.fit nor unisono.attach",
-                do='call trainer.fit(), also when the file guards it with if __name__ == "__main__"',
-            )
+            raise nothing_trained(spec.script)
     except Departed as departed:
         if departed.failure is not None:
             emit(events.Notice(code="departed", text=str(departed.failure)))
@@ -124,7 +121,7 @@ def _follow(rank: int, pipe: Channel, spec: RunSpec, settings: dict[str, Any]) -
     context = Context(spec, run_dir, worker, silence(pipe), led_by(pipe), place=place)
     set_current(context)
     try:
-        _run_script(spec)
+        run_script(spec)
     except Departed:
         return Preempted.exit_code
     except BaseException as error:
@@ -133,10 +130,20 @@ def _follow(rank: int, pipe: Channel, spec: RunSpec, settings: dict[str, Any]) -
     return 0
 
 
+def _require_devices(spec: RunSpec, workers: int) -> None:
+    """Too few of them for a mesh is said before the script builds a model that may be large."""
+    if spec.replica.ranks > 1:
+        from unisono.train.numerics import require_gpus, usable_gpus
+
+        count = usable_gpus(spec.device)
+        if count is not None:
+            require_gpus(count, workers, spec.replica)
+
+
 def _report(error: BaseException, context: Context, limbs: Limbs | None = None) -> int:
     """Tell what ended the script; the exit code for it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each loader process that dies
-    failure = _explain(error)
+    failure = explain(error)
     if limbs is not None and limbs.all:
         failure = limbs.excuse(failure)
     trace = failure.trace or process.user_traceback(error)
@@ -185,7 +192,15 @@ def _leave_on_signals(context: Context, pulse: Pulse) -> None:
     os.register_at_fork(after_in_child=reset_in_child)
 
 
-def _run_script(spec: RunSpec) -> None:
+def nothing_trained(script: str) -> NothingTrained:
+    return NothingTrained(
+        f"{script} ended without training anything",
+        cause="it called neither Trainer.fit nor unisono.attach",
+        do='call trainer.fit(), also when the file guards it with if __name__ == "__main__"',
+    )
+
+
+def run_script(spec: RunSpec) -> None:
     script = Path(spec.script).absolute()
     sys.argv = [spec.script, *spec.args]
     sys.path.insert(0, str(script.resolve().parent))
@@ -197,7 +212,7 @@ def _run_script(spec: RunSpec) -> None:
             raise
 
 
-def _explain(error: BaseException) -> UnisonoError:
+def explain(error: BaseException) -> UnisonoError:
     if isinstance(error, NothingTrained):  # ours alone: no line of the script is at fault
         return error
     where = process.user_line(error)
