@@ -23,7 +23,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples")]
 
-from models.decoder import Decoder, DecoderConfig, gpt2_small, llama_1b, next_token_loss, tiny  # noqa: E402
+from reference_models.decoder import Decoder, DecoderConfig, gpt2_small, llama_1b, next_token_loss, tiny  # noqa: E402
 
 WARM_UP = 10  # steps, in which compiling and allocating happen
 RATE, CLIP = 3e-4, 1.0

@@ -12,7 +12,7 @@ import argparse
 import torch
 
 import unisono
-from models.decoder import Decoder, gpt2_small, llama_1b, next_token_loss, tiny
+from reference_models.decoder import Decoder, gpt2_small, llama_1b, next_token_loss, tiny
 
 SHAPES = {"tiny": tiny, "gpt2": gpt2_small, "llama": llama_1b}
 

@@ -21,7 +21,7 @@ from unisono.train.precision import use_fp8
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from models.decoder import Decoder, DecoderConfig, next_token_loss
+from reference_models.decoder import Decoder, DecoderConfig, next_token_loss
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from models.decoder import Decoder, DecoderConfig, gpt2_small, llama_1b, next_token_loss, rotate, tiny
-from models.resnet import ResNet
+from reference_models.decoder import Decoder, DecoderConfig, gpt2_small, llama_1b, next_token_loss, rotate, tiny
+from reference_models.resnet import ResNet
 
 
 def count(model: nn.Module) -> int:
