@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch_worlds import in_world
+from worlds import on_every_rank
 
 from unisono.parallel.materialise import Maker
 from unisono.parallel.sharded import shard
@@ -38,7 +38,7 @@ def whole_at_once() -> int:
 
 
 def test_a_model_on_the_meta_device_never_materialises_whole() -> None:
-    assert in_world(2, whole_at_once) == [1, 1]
+    assert on_every_rank(2, whole_at_once) == [1, 1]
 
 
 def gradients_at_once() -> tuple[int, list[str], dict[str, Tensor], list[str]]:
@@ -66,7 +66,7 @@ def test_a_gradient_is_told_when_its_unit_is_through_and_is_the_right_one() -> N
     torch.manual_seed(0)
     alone = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
     alone(torch.ones(2, 8)).sum().backward()
-    for most, order, told, left in in_world(2, gradients_at_once):
+    for most, order, told, left in on_every_rank(2, gradients_at_once):
         assert most <= 2, "weight and bias of one layer"
         assert [name.split(".")[0] for name in order[::2]] == [str(layer) for layer in reversed(range(LAYERS))]
         assert left == []

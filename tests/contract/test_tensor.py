@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch_worlds import in_world
+from worlds import on_every_rank
 
 from tensor_models import batch, build, loss_of
 from unisono.parallel.tensor import apply
@@ -81,7 +81,7 @@ def close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def check(name: str, ways: int, sequence: bool, loss: bool) -> None:
     losses, gradients, parameters = alone(name)
-    ranks = in_world(ways, cut_and_train, name, ways, sequence, loss)
+    ranks = on_every_rank(ways, cut_and_train, name, ways, sequence, loss)
     for rank in ranks:
         assert rank["losses"] == pytest.approx(losses, rel=TOLERANCE)
         close(rank["gradients"], gradients)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch_worlds import in_world
+from worlds import on_every_rank
 
 from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, BertLayer, Decoder, Llama, Plain, batch, build, loss_of
 from unisono.core.errors import SetupError
@@ -184,7 +184,7 @@ def all_cases() -> dict[str, Values]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Values]]:
-    return in_world(2, all_cases)
+    return on_every_rank(2, all_cases)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -212,7 +212,7 @@ def in_step() -> dict[str, Any]:
 
 
 def test_ranks_stay_in_step_to_the_last_bit() -> None:
-    first, second = in_world(2, in_step)
+    first, second = on_every_rank(2, in_step)
     assert first["whole"].keys() >= {"wpe.weight", "h.0.ln_1.weight", "h.1.attn.c_proj.bias", "ln_f.bias"}
     assert all(torch.equal(second["whole"][name], tensor) for name, tensor in first["whole"].items())
     assert torch.equal(first["random"], second["random"])
@@ -255,7 +255,7 @@ def mistakes() -> dict[str, str]:
 
 
 def test_what_only_shows_when_it_runs_is_said_by_every_rank() -> None:
-    for said in in_world(2, mistakes):
+    for said in on_every_rank(2, mistakes):
         assert "alpha_dropout in '' draws random numbers that would not fit together" in said["draw"]
         assert "view(..., -1, head_dim)" in said["shape"]
         assert said["word"].startswith("IndexError")

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch_worlds import in_world
+from worlds import on_every_rank
 
 from tensor_models import batch, build, loss_of
 from unisono.parallel.tensor import apply
@@ -93,7 +93,7 @@ def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str, fsdp: in
     model = build(name, dropout=0.0)
     train(model, slice(0, 4))
     norm = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None)
-    ranks = in_world(fsdp * tp, holdings, name, fsdp, tp)
+    ranks = on_every_rank(fsdp * tp, holdings, name, fsdp, tp)
     together = put_together([rank["held"] for rank in ranks])
     for n, p in model.named_parameters():
         torch.testing.assert_close(together[n], p.detach(), rtol=TOLERANCE, atol=TOLERANCE)

@@ -22,7 +22,7 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("spawn")
 
 
-def in_world(size: int, work: Callable[..., Any], *arguments: Any, patience_s: float = 120) -> list[Any]:
+def in_world(size: int, work: Callable[..., Any], *arguments: Any, patience_s: float = 200) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         answers: Any = _CONTEXT.Queue()
         store = str(Path(folder) / "store")
@@ -40,6 +40,15 @@ def in_world(size: int, work: Callable[..., Any], *arguments: Any, patience_s: f
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def on_every_rank(size: int, work: Callable[..., Any], *arguments: Any, patience_s: float = 200) -> list[Any]:
+    """For work that need not be told its rank."""
+    return in_world(size, _untold, work, *arguments, patience_s=patience_s)
+
+
+def _untold(_: int, work: Callable[..., Any], *arguments: Any) -> Any:
+    return work(*arguments)
 
 
 def _collect(processes: list[Any], answers: Any, deadline: float) -> list[Any]:
