@@ -92,20 +92,9 @@ def open_job(context: Context, request: Request) -> Job:
         guard = Guard(request.model, 0 if isinstance(strategy, ParameterServer) else context.spec.verify_every)
         voice = cast("Comm", LedComm(comm, replica.world)) if replica else comm
         job = Job(
-            context,
-            request,
-            spec,
-            device,
-            voice,
-            session,
-            strategy,
-            update,
-            loader,
-            fingerprint,
-            guard,
-            prepared,
+            context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, prepared,
             faults,
-        )
+        )  # fmt: skip
         if replica is not None:
             job.spread, job.model = replica.spread, replica.model
         job.checkpoints = _checkpoints(job, home)
@@ -122,12 +111,17 @@ def open_job(context: Context, request: Request) -> Job:
     announce(job, home, taken)
     if replica is not None:
         job.emit(replica.told)
-    if job.is_first and home.store is not None and not home.interval.is_never:
-        expected = checkpoint_bytes(request.model, request.optimizer)
-        expected += spec.microbatches * carried_bytes(job.carried)
-        say = partial(_say, job)
-        check_place(home.store, expected, home.keeping.last, context.spec.grace, job.comm.size, say)
+    _check_store(job, home)
     return job
+
+
+def _check_store(job: Job, home: Home) -> None:
+    """Whether the checkpoints will find room, said before they are needed."""
+    if job.is_first and home.store is not None and not home.interval.is_never:
+        expected = checkpoint_bytes(job.request.model, job.request.optimizer)
+        expected += job.spec.microbatches * carried_bytes(job.carried)
+        say = partial(_say, job)
+        check_place(home.store, expected, home.keeping.last, job.context.spec.grace, job.comm.size, say)
 
 
 def _say(job: Job, text: str) -> None:
