@@ -117,7 +117,7 @@ class Shards:
             return 0.0
         copies = 1
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-            copies *= 1 if placement.is_shard() else size
+            copies *= size if placement.is_replicate() else 1  # a cut that FSDP has cut again is no Shard to torch
         return 1.0 / copies
 
 
