@@ -64,21 +64,31 @@ CONTESTANTS = (
         "plain loop",
         1.15,
     ),
-    Contestant("1.2 B, exact, bf16-all", "large", "ours --model llama --precision bf16-all --steps 20"),
-    Contestant("1.2 B, inexact, bf16-all", "large", "ours --model llama --precision bf16-all --inexact --steps 20"),
+    Contestant(
+        "1.2 B, exact, bf16-all", "large", "ours --model llama --compile blocks --precision bf16-all --steps 20"
+    ),
+    Contestant(
+        "1.2 B, inexact, bf16-all",
+        "large",
+        "ours --model llama --compile blocks --precision bf16-all --inexact --steps 20",
+    ),
     Contestant(
         "1.2 B, inexact, fp8",
         "large",
-        "ours --model llama --precision fp8 --inexact --steps 20",
+        "ours --model llama --compile blocks --precision fp8 --inexact --steps 20",
         "1.2 B, inexact, bf16-all",
         1.2,
     ),
     Contestant(
         "1.2 B, 300 steps, bf16-all",
         "loss",
-        "ours --model llama-small-batch --precision bf16-all --inexact --steps 290",
+        "ours --model llama-small-batch --compile blocks --precision bf16-all --inexact --steps 290",
     ),
-    Contestant("1.2 B, 300 steps, fp8", "loss", "ours --model llama-small-batch --precision fp8 --inexact --steps 290"),
+    Contestant(
+        "1.2 B, 300 steps, fp8",
+        "loss",
+        "ours --model llama-small-batch --compile blocks --precision fp8 --inexact --steps 290",
+    ),
 )
 PARTS = tuple(dict.fromkeys(contestant.part for contestant in CONTESTANTS))
 USUAL = tuple(part for part in PARTS if part != "tuned")  # which measures for minutes

@@ -165,7 +165,7 @@ def test_running_out_of_memory_names_the_category_and_three_remedies(
 ) -> None:
     torch.cuda.empty_cache()
     capacity = torch.cuda.get_device_properties(GPU).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 4e8) / capacity, GPU)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1e8) / capacity, GPU)
     try:
         with pytest.raises(DeviceMemory) as caught:
             fit(tmp_path, monkeypatch)

@@ -77,6 +77,7 @@ def _capacity(device: torch.device) -> int:
 def meter_for(job: Job) -> Meter | NoMeter:
     if job.device.type != "cuda":
         return NO_METER
+    torch.cuda.reset_peak_memory_stats(job.device)
     usage = partial(usage_of, job.request.model, job.request.optimizer, job.device)
     card = torch.cuda.get_device_name(job.device)
     return Meter(card, job.spec.precision, lambda: job.comm.size, usage)
