@@ -30,6 +30,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {  # by the annotation of a field
     "float | None": st.none() | numbers,
     "bool": st.booleans(),
     "list[int]": st.lists(st.integers()),
+    "list[float]": st.lists(numbers, max_size=3),
     "list[str]": st.lists(st.text(max_size=5), max_size=3),
     "list[list[int]]": st.lists(st.lists(st.integers())),
     "dict[str, str]": st.dictionaries(texts, texts, max_size=3),
