@@ -37,18 +37,13 @@ VERBS = 16  # of one subject: see `by_subject`
 Answer = Callable[[int, "Words"], "Words"]
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Words:
-    """A question or an answer. `vectors` have one dimension. `taken` is called when an answer has been read."""
+    """A question or an answer. `vectors` have one dimension."""
 
     what: int
     numbers: tuple[int, ...] = ()
     vectors: Sequence[Tensor] = ()
-    taken: Callable[[], None] = _nothing
 
     @property
     def size_bytes(self) -> int:
@@ -200,11 +195,8 @@ class Answering:
                 if question.what == _FAREWELL:
                     return self._on_farewell(peer)
                 answer = self._answer(peer, question)
-                try:
-                    trade.end()
-                    _send(self._comm, peer, answer, _ANSWER + self._lane).wait()
-                finally:
-                    answer.taken()
+                trade.end()
+                _send(self._comm, peer, answer, _ANSWER + self._lane).wait()
         except BaseException as error:
             self._fail(error)
 

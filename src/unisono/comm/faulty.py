@@ -67,9 +67,6 @@ class FaultySharingComm(FaultyComm):
         self.on_collective()
         return self.sharing.borrow(receives, tag)
 
-    def reads_here(self, peer: int) -> bool:
-        return self.sharing.reads_here(peer)
-
 
 def faulty(inner: Comm, on_collective: Callable[[], None]) -> FaultyComm:
     """With all that `inner` can do."""

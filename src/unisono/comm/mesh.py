@@ -96,9 +96,6 @@ class MeshComm:
         """A vector that workers of this host read where it is: for what is sent in every step, such as a bucket."""
         return self._arenas.empty(length, dtype)
 
-    def reads_here(self, peer: int) -> bool:
-        return self._pump.reads_here(peer)
-
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
         result = [own.clone() if rank == self.rank else torch.empty_like(own) for rank in range(self.size)]

@@ -171,9 +171,6 @@ class Pump:
                 if link.can_write:
                     self._write(link)
 
-    def reads_here(self, rank: int) -> bool:
-        return rank in self._near
-
     def wait(self, pending: Count) -> None:
         deadline = time.monotonic() + self._patience_s
         with self._lock:

@@ -42,13 +42,6 @@ class Sharing(Protocol):
     def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
         """Receive, or be shown. Nobody may wait for a send of his own before he has given back what he borrows."""
 
-    def reads_here(self, peer: int) -> bool:
-        """Whether that rank reads such vectors where they are, and so has soon done with them."""
-
-
-def reads_here(comm: Comm, peer: int) -> bool:
-    return isinstance(comm, Sharing) and comm.reads_here(peer)
-
 
 def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector for what is sent over `comm` again and again."""
