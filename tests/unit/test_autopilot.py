@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from unisono.comm.autopilot import candidates, predictions
 from unisono.comm.autopilot_choice import (
     WITHIN,
-    Candidate,
     Standing,
     Trial,
-    acceptable,
     choose,
     contenders,
     expected,
@@ -138,12 +136,6 @@ def test_trials_of_long_vectors_shrink_until_they_fit() -> None:
 )
 def test_whoever_joins_is_told_what_the_others_know(digests: list[int], holder: int | None) -> None:
     assert whose_memory([Standing(digest) for digest in digests]) == holder
-
-
-def test_compressed_candidates_are_bound_by_their_error() -> None:
-    offered = [Candidate("direct"), Candidate("direct", "int8", 0.01), Candidate("direct", "onebit", 0.8)]
-    assert [one.name for one in acceptable(offered, 0.05)] == ["direct", "direct+int8"]
-    assert [one.name for one in acceptable(offered, 0.0)] == ["direct"]
 
 
 # --- links

@@ -22,19 +22,6 @@ _SAME_CLASS = 0.5  # of an octave: sizes that near share a choice
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One way to reduce. `codec` is empty and `error` 0 for sums that are not compressed."""
-
-    algorithm: str
-    codec: str = ""
-    error: float = 0.0  # of the gradient, relative to the uncompressed one
-
-    @property
-    def name(self) -> str:
-        return f"{self.algorithm}+{self.codec}" if self.codec else self.algorithm
-
-
-@dataclass(frozen=True)
 class Choice:
     """For vectors of about `bytes`. `because` is shown to the user as it is."""
 
@@ -58,11 +45,6 @@ class Trial:
 def size_class(count: int) -> int:
     """Sizes of one class are reduced alike: half octaves."""
     return round(math.log2(max(1, count)) / _SAME_CLASS)
-
-
-def acceptable(candidates: Sequence[Candidate], most_error: float) -> list[Candidate]:
-    """Those whose error is within the bound; what is not compressed has none."""
-    return [candidate for candidate in candidates if candidate.error <= most_error]
 
 
 def contenders(predicted: Mapping[str, float], usual: str = "", within: float = WITHIN) -> list[str]:

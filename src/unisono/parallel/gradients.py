@@ -232,5 +232,6 @@ def sparse_error(name: str) -> SparseGradient:
     return SparseGradient(
         f"{name} produces sparse gradients, which exact all-reduce cannot add",
         cause="a sparse gradient has other rows in every microbatch, so it has no place in a fixed bucket",
-        do="build that embedding with sparse=False (and an optimizer for dense gradients)",
+        do="build that embedding with sparse=False (and an optimizer for dense gradients); or, where only touched rows "
+        "should move, keep it as a table on servers: unisono.ps, see docs/key-values.md",
     )
