@@ -13,7 +13,8 @@ from unisono.parallel.pipeline_picture import draw
 from unisono.parallel.pipeline_timetable import Slot, Timetable, timetable
 from unisono.train.job import Job
 
-AT_STEPS, EVERY = (3, 20), 500  # the first steps are slower: everything is new to the machine
+FROM_STEP, EVERY = 3, 500  # the first steps are slower: everything is new to the machine
+_TOLD = "stages-timed"
 PICTURE = "pipeline.svg"
 _KINDS = "FBIW"
 _NUMBERS = 5  # of a slot
@@ -22,9 +23,12 @@ _MOST = 4096  # slots of a rank
 
 def tell_stages(job: Job, step: int) -> None:
     pipeline = job.pipeline
-    if pipeline is None or not (step in AT_STEPS or step % EVERY == 0):
+    if pipeline is None or step < FROM_STEP or (_TOLD in job.notices and step % EVERY):
         return
     slots = pipeline.slots[:_MOST]
+    if len({slot.chunk for slot in slots}) != pipeline.plan.chunks:  # a short microbatch, at the end of an epoch
+        return
+    job.notices.add(_TOLD)
     most = max(int(row[0]) for row in job.inner.rows([len(slots)]))
     mine = [float(number) for slot in slots for number in _packed(slot)]
     rows = job.inner.rows([len(slots), pipeline.bubble_share, *mine, *[0.0] * (_NUMBERS * (most - len(slots)))])

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pipeline tells of itself: which steps, which microbatches, and the numbers of all stages in one event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unisono.comm.inner import Alone
+from unisono.core import events
+from unisono.core.mesh import Mesh
+from unisono.parallel.pipeline_timetable import Plan, timetable
+from unisono.train.stages_told import EVERY, FROM_STEP, PICTURE, tell_stages
+
+
+class Both(Alone):
+    """Two ranks that have measured the same."""
+
+    size = 2
+
+    def rows(self, numbers: Any) -> list[list[float]]:
+        return [list(map(float, numbers))] * 2
+
+
+def job_with(chunks: int, folder: Path, ran: int | None = None) -> tuple[Any, list[events.Event]]:
+    plan = Plan("1f1b", 2, 1, chunks)
+    slots = tuple(slot for slot in timetable(Plan("1f1b", 2, 1, ran or chunks)).slots if slot.rank == 0)
+    told: list[events.Event] = []
+    job = SimpleNamespace(
+        pipeline=SimpleNamespace(slots=slots, bubble_share=0.25, plan=plan),
+        inner=Both(),
+        notices=set(),
+        context=SimpleNamespace(spec=SimpleNamespace(replica=Mesh(pp=2)), run_dir=SimpleNamespace(path=folder)),
+        emit=told.append,
+        is_first=True,
+    )
+    return job, told
+
+
+def test_one_event_and_a_picture_tell_of_all_stages(tmp_path: Path) -> None:
+    job, told = job_with(4, tmp_path)
+    for step in range(1, EVERY + 1):
+        tell_stages(job, step)
+    assert [(event.step, event.bubbles) for event in told] == [(FROM_STEP, [0.25, 0.25]), (EVERY, [0.25, 0.25])]
+    assert told[0].predicted == pytest.approx(0.2)
+    assert told[0].text == "1f1b, 4 chunks on 2 ranks: 25% bubble (20% by the schedule), worst rank 25%"
+    assert (tmp_path / PICTURE).read_text().startswith("<svg")
+
+
+def test_a_short_microbatch_is_not_taken_for_the_rule(tmp_path: Path) -> None:
+    job, told = job_with(4, tmp_path, ran=2)
+    tell_stages(job, FROM_STEP)
+    assert not told
+    job.pipeline.slots = job_with(4, tmp_path)[0].pipeline.slots
+    tell_stages(job, FROM_STEP + 1)
+    assert len(told) == 1
+
+
+def test_without_a_pipeline_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    job, told = job_with(4, tmp_path)
+    job.pipeline = None
+    tell_stages(job, FROM_STEP)
+    assert not told
