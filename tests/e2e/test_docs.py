@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from multiproc.running import run_python
+from multiproc.running import run_python, run_unisono
 from unisono.core.errors import EXIT_CODES, UnisonoError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,7 @@ DATA_SCRIPTS = blocks(ROOT / "docs" / "data.md", "python")
 LARGE_BATCH_SCRIPTS = blocks(ROOT / "docs" / "large-batches.md", "python")
 LOCAL_SCRIPTS = blocks(ROOT / "docs" / "local-steps.md", "python")
 BIG_MODEL_SCRIPTS = blocks(ROOT / "docs" / "big-models.md", "python")
+MESH_SCRIPTS = blocks(ROOT / "docs" / "meshes.md", "python")
 KEY_VALUE_SCRIPTS = blocks(ROOT / "docs" / "key-values.md", "python")
 
 
@@ -65,6 +66,15 @@ def test_a_script_in_the_guide_to_big_models_runs_as_it_stands(name: str, tmp_pa
     run_python(BIG_MODEL_SCRIPTS[name], tmp_path, timeout_s=60)
 
 
+@pytest.mark.parametrize("mesh", ["", "fsdp=2", "tp=2", "pp=2"])
+def test_the_script_in_the_guide_to_meshes_runs_on_every_kind_of_them(mesh: str, tmp_path: Path) -> None:
+    (script,) = MESH_SCRIPTS.values()
+    if mesh:
+        run_unisono(script, tmp_path, "--mesh", mesh, workers=None, timeout_s=90)
+    else:
+        run_python(script, tmp_path, timeout_s=60)
+
+
 @pytest.mark.parametrize("name", KEY_VALUE_SCRIPTS)
 def test_the_scripts_of_the_guide_to_keys_and_values_run_as_they_are(name: str, tmp_path: Path) -> None:
     run_python(KEY_VALUE_SCRIPTS[name], tmp_path, timeout_s=60)
@@ -79,7 +89,7 @@ def test_a_script_in_the_guide_to_data_runs_as_it_stands(name: str, tmp_path: Pa
 def test_the_scripts_of_the_guides_use_every_public_name() -> None:
     import unisono
 
-    guides = (SCRIPTS, LARGE_BATCH_SCRIPTS, LOCAL_SCRIPTS, BIG_MODEL_SCRIPTS, KEY_VALUE_SCRIPTS)
+    guides = (SCRIPTS, LARGE_BATCH_SCRIPTS, LOCAL_SCRIPTS, BIG_MODEL_SCRIPTS, MESH_SCRIPTS, KEY_VALUE_SCRIPTS)
     text = "\n".join(script for guide in guides for script in guide.values())
     in_signatures = {"EpochInfo", "Result", "StepInfo", "UnisonoError"}  # what a script gets, and need not name
     assert [name for name in unisono.__all__ if name not in in_signatures and f"unisono.{name}" not in text] == []

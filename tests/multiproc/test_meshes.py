@@ -57,6 +57,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("pp=2", ("tied", "schedule='gpipe'")),
         ("pp=2", ("schedule='interleaved'",)),
         ("pp=3", ("boundaries=('blocks.1', 'norm')", "chunks=4")),
+        ("pp=2", ("untold", "boundaries=('blocks.2',)")),
         ("dp=2,fsdp=2", ()),
         ("dp=2,tp=2", ()),
         ("dp=2,pp=2", ()),

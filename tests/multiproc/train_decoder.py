@@ -2,7 +2,8 @@
 """A user's script for tests of meshes: a small decoder with dropout, a schedule and clipping, in float64.
 
 Arguments are Trainer options for `unisono.Parallel`, as name=value; `meta` builds the model on the meta device, `tied`
-ties the head to the embedding, `slow` waits where a file called "pace" says how long.
+ties the head to the embedding, `untold` leaves the cut of a pipeline to be traced, `slow` waits where a file called
+"pace" says how long.
 """
 
 import ast
@@ -38,7 +39,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.attention, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(DROPOUT)
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), dropout()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self.attention(self.norm1(x)))
@@ -69,9 +70,14 @@ class Decoder(nn.Module):
         return [("embed", self.embed), *blocks, ("norm", self.norm), ("head", self.head)]
 
     def forward(self, x: Tensor) -> Tensor:
-        for _, layer in self.pipeline_layers():
-            x = layer(x)
-        return x
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def dropout() -> nn.Module:
+    return nn.Dropout(0.1) if "dropout" in sys.argv else nn.Identity()
 
 
 def keep_pace() -> None:
@@ -84,7 +90,9 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
-DROPOUT = 0.1 if "dropout" in sys.argv else 0.0
+if "untold" in sys.argv:  # it does not say which layers it is a sequence of
+    del Decoder.pipeline_layers
+
 
 if __name__ == "__main__":
     given = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)

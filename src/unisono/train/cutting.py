@@ -50,6 +50,7 @@ class Cut:
 class Stages:
     plan: Plan
     boundaries: tuple[str, ...]
+    example: Tensor | None = None  # inputs of a full microbatch, for a model that must be traced
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Cutting:
             chunks=plan.chunks,
             virtual=plan.virtual,
             boundaries=self.stages.boundaries,
+            example=self.stages.example,
             device=device,
         )
         for stage in pipeline.stages.values() if self.mesh.fsdp > 1 else ():
@@ -162,12 +164,9 @@ def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example
     plan = plan_of(asked.schedule, mesh.pp, asked.chunks, None, given, samples)
     if asked.loss:
         raise SetupError("loss parallelism and pp do not go together yet", do="leave out Parallel(loss=True)")
-    layers = layers_of(model) if given is None or is_sequence(model) else None
-    if layers is None:
-        raise SetupError(
-            f"{type(model).__name__} does not say which layers it is a sequence of",
-            do="give it a method pipeline_layers() that returns a list of (name, module)",
-        )
+    if given is not None and not is_sequence(model) and example is not None:
+        return Stages(plan, given, example.expand(samples, *example.shape[1:]).contiguous())
+    layers = layers_of(model)
     split = split_layers(layers, given, mesh.pp, plan.virtual, _costs(layers, example))
     return Stages(plan, split.boundaries)
 

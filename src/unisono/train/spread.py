@@ -120,7 +120,7 @@ class Spread:
             **state,
             "model": model,
             "optimizer": by_number({"state": entries, "groups": groups}, names),
-            "trainable": [trainable[name] for name, _ in shards.shadow.named_parameters()],
+            "trainable": [trainable[first[name]] for name, _ in shards.shadow.named_parameters()],
             "modes": [module.training for module in shards.shadow.modules()],
         }
 
