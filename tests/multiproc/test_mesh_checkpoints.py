@@ -50,15 +50,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("reading", MESHES)
 def test_what_one_mesh_has_saved_every_other_takes_up(reading: str, folders: dict[str, Path], tmp_path: Path) -> None:
     for writing, run_dir in folders.items():
+        if writing == reading:
+            continue
         step, before = saved(run_dir)
         assert step == AT
         name = writing.replace(",", "-").replace("=", "")
-        copied = tmp_path / name
         train(tmp_path, reading, name, "--checkpoint-to", str(run_dir / "checkpoints"), "--stop-after", str(AT))
         weights = run_command(tmp_path, "hash", str(run_dir)).output.split()[0]
         again = json.loads((tmp_path / "runs" / name / "result.json").read_text())
         assert again["weights_sha256"] == weights, (writing, reading)
-        assert not copied.exists()
         assert any(key.startswith("optimizer.") and key.endswith("exp_avg") for key in before)
 
 
