@@ -131,6 +131,41 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert not losses(finished)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ("fsdp=2", ("--precision", "fp16")),
+        ("pp=2", ("--precision", "bf16")),
+        ("tp=2", ("--recompute", "full")),
+        ("fsdp=2", ("--compile", "blocks")),
+        ("fsdp=2", ("--strategy", "ps")),
+    ],
+)
+def test_what_has_not_been_made_to_go_together_is_refused(mesh: str, options: tuple[str, str], tmp_path: Path) -> None:
+    finished = train(tmp_path, mesh, options=options, expect=11)
+    assert f"--mesh {mesh} and" in finished.output
+    assert options[1] in finished.output
+    assert not losses(finished)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"), [("fsdp=2", ("--recompute", "full")), ("fsdp=2", ("--recompute", "selective"))]
+)
+def test_recomputed_blocks_of_a_sharded_model_change_nothing(
+    mesh: str, options: tuple[str, str], tmp_path: Path, alone
+) -> None:
+    assert losses(train(tmp_path, mesh, options=options)) == pytest.approx(losses(alone()), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2"])
+def test_bf16_on_a_mesh_learns_as_on_one_process(mesh: str, tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace("torch.set_default_dtype(torch.float64)", "pass")
+    asked = (*FOUR, "--precision", "bf16")
+    whole = run_unisono(script, tmp_path, *asked, workers=1)
+    cut = run_unisono(script, tmp_path, "--mesh", mesh, *asked, workers=None)
+    assert losses(cut) == pytest.approx(losses(whole), rel=0.02)
+
+
 def test_a_mesh_needs_the_command(tmp_path: Path) -> None:
     finished = run_python(SCRIPT, tmp_path, env={"UNISONO_MESH": "fsdp=2"}, expect=None)
     assert finished.exit_code

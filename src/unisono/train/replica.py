@@ -60,7 +60,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
             cause="python train.py is one process",
             do=f"unisono run {context.spec.script or 'train.py'} --mesh {mesh.inner}",
         )
-    _refuse(context.spec, request)
+    _refuse(context.spec, request, spec)
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
     asked = what_is_asked(context.spec, request.parallel)
     cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request))
@@ -109,15 +109,21 @@ def what_is_asked(spec: RunSpec, script: Parallel) -> Parallel:
     return replace(script, **{name: value for name, value in said.items() if value is not None})
 
 
-def _refuse(spec: RunSpec, request: Request) -> None:
+def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
+    mesh = spec.replica
+    sharded_only = mesh.tp == mesh.pp == 1
     refusals = {
         "a loop of one's own": not request.has_end,
         f"--strategy {spec.strategy}": spec.strategy not in ("", "allreduce"),
         "local steps": request.local is not None,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
-        "objective, in a pipeline": spec.replica.pp > 1 and request.loss is None,
-        "count, in a pipeline": spec.replica.pp > 1 and request.count is not None,
+        "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
+        "count, in a pipeline": mesh.pp > 1 and request.count is not None,
+        # fp16 skips steps by the gradients in hand, which are parts; fp8 and compilers have not been tried on parts.
+        f"precision {job.precision}": job.precision in ("fp16", "fp8") or (job.precision != "fp32" and mesh.pp > 1),
+        f"compile {job.compile}": job.compile != "none",
+        f"recompute {job.recompute}": job.recompute != "none" and not sharded_only,
     }
     for what, refused in refusals.items():
         if refused:

@@ -93,7 +93,7 @@ def open_strategy(
     if isinstance(strategy, AllReduce):
         adding.shapes_of = strategy.shapes
         strategy.scale = prepared.scale
-    if isinstance(strategy, AllReduce) and spec.compress == "none":  # which would count as noise
+    if isinstance(strategy, AllReduce) and replica is None and spec.compress == "none":  # which would count as noise
         strategy.noise_every = context.spec.noise_every
     return strategy
 
