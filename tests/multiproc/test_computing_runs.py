@@ -91,7 +91,8 @@ def test_steps_that_overflow_fp16_are_skipped_by_all_alike_and_the_loss_scale_is
 
 
 def test_compiled_blocks_learn_as_the_others_do_and_are_kept_in_the_runs_directory(tmp_path: Path) -> None:
-    run = run_python(SCRIPT, tmp_path, env={"UNISONO_COMPILE": "blocks"}, timeout_s=280)  # a C++ compiler is at work
+    env = {"UNISONO_COMPILE": "blocks", "TORCHINDUCTOR_CACHE_DIR": None}  # torch sets that where it has compiled before
+    run = run_python(SCRIPT, tmp_path, env=env, timeout_s=280)  # a C++ compiler is at work
     assert run.result is not None
     assert run.result["metrics"]["loss"] == pytest.approx(3.0, abs=0.15)
     assert run.run_dir is not None
