@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from unisono.core.errors import SetupError
-from unisono.parallel.tensor_parts import gather_full, parts_of, window
+from unisono.parallel.tensor_parts import gather_full, local_gradient, parts_of, window
 from unisono.parallel.tensor_plan import Cut
 
 NO_CUTS: Mapping[str, Cut] = MappingProxyType({})
@@ -76,12 +76,7 @@ class Shards:
 
     def _taken(self, name: str) -> Tensor | None:
         parameter = self.real[name]
-        gradient, parameter.grad = parameter.grad, None
-        if isinstance(gradient, DTensor):
-            assert isinstance(parameter, DTensor)
-            if gradient.placements != parameter.placements:
-                gradient = gradient.redistribute(placements=parameter.placements)
-            gradient = gradient.to_local()
+        gradient, parameter.grad = local_gradient(parameter), None
         return gradient
 
     @torch.no_grad()
