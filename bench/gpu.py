@@ -48,6 +48,13 @@ CONTESTANTS = (
         "plain loop",
         1.0,
     ),
+    Contestant(
+        "Unisono, exact, bf16-all, fused loss",
+        "gpt2",
+        "ours --steps 210 --checkpoint-every 100 --precision bf16-all --fused-loss",
+        "plain loop",
+        1.0,
+    ),
     Contestant("Hugging Face with Accelerate", "accelerate", "accelerate --steps 40"),
     Contestant("Unisono, bf16-all, inexact", "features", "ours --precision bf16-all --inexact", "plain loop", 1.15),
     Contestant(
@@ -88,6 +95,8 @@ CONTESTANTS = (
         "1.2 B, 300 steps, fp8",
         "loss",
         "ours --model llama-small-batch --compile blocks --precision fp8 --inexact --steps 290",
+        "1.2 B, 300 steps, bf16-all",
+        1.2,
     ),
 )
 PARTS = tuple(dict.fromkeys(contestant.part for contestant in CONTESTANTS))
@@ -136,6 +145,7 @@ def describe(contestant: Contestant, results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(USUAL), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--only", nargs="+", default=[""], help="contestants in whose name one of these occurs")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, help="where to write all numbers, as JSON")
@@ -146,16 +156,18 @@ def main() -> None:
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as cache:
         for contestant in CONTESTANTS:
-            if contestant.part not in parts or (options.tiny and "fp8" in contestant.arguments):
+            named = any(word in contestant.name for word in options.only)
+            if contestant.part not in parts or not named or (options.tiny and "fp8" in contestant.arguments):
                 continue
             started = time.perf_counter()
             results[contestant.name] = run(contestant, options, cache)
             print(f"[{time.perf_counter() - started:4.0f} s] {describe(contestant, results)}", flush=True)
             if options.out:
                 options.out.write_text(json.dumps(results, indent=1) + "\n")
-    accelerate, exact = results.get("Hugging Face with Accelerate", {}), results.get("Unisono, exact, bf16", {})
-    if "step_s" in accelerate and "step_s" in exact:
-        print(f"Unisono, exact, bf16: {accelerate['step_s'] / exact['step_s']:.3f} x Accelerate (goal 1.2)")
+    accelerate = results.get("Hugging Face with Accelerate", {}).get("step_s")
+    for name, found in results.items():
+        if accelerate and name.startswith("Unisono, exact") and "step_s" in found:
+            print(f"{name}: {accelerate / found['step_s']:.3f} x Accelerate (goal 1.2)")
     if any("error" in found for found in results.values()):
         for name, found in results.items():
             if "error" in found:

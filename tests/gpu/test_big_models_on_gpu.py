@@ -12,10 +12,15 @@ import torch
 from torch import nn
 
 import unisono
+from unisono.checkpoint.listing import read_manifest
+from unisono.checkpoint.reading import read_tensors
+from unisono.checkpoint.store import open_store
 from unisono.core import events
 from unisono.core.errors import DeviceMemory
 from unisono.core.run_dir import RunDir
+from unisono.nn.score_kernel import scores_to_gradient
 from unisono.parallel.read_back import read_back
+from unisono.train import from_gpu, saving
 from unisono.train.metering import usage_of
 from unisono.train.precision import use_fp8
 
@@ -137,6 +142,41 @@ def test_fp8_layers_are_near_bf16_and_twice_the_same() -> None:
     assert float((narrow - usual).norm() / usual.norm()) < 0.15
     assert torch.equal(narrow, gradient())
     undo()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_for_scores_gives_the_loss_and_the_gradient_of_plain_torch(dtype: torch.dtype) -> None:
+    scores = torch.randn(33, 5000, device=GPU, dtype=dtype) * 3
+    targets = torch.randint(5000, (33,), device=GPU)
+    targets[4] = -100
+    wide = scores.float().requires_grad_()
+    wanted = nn.functional.cross_entropy(wide, targets, reduction="none")
+    wanted.sum().backward()
+    losses = scores_to_gradient(scores, targets, -100)
+    torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
+    assert wide.grad is not None
+    torch.testing.assert_close(scores.float(), wide.grad, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("spare_share", [0.5, 0.0], ids=["with room on the GPU", "without"])
+def test_a_save_holds_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare_share: float
+) -> None:
+    monkeypatch.setattr(from_gpu, "_SPARE_SHARE", spare_share)
+    monkeypatch.setattr(from_gpu, "_STAGE_BYTES", 1 << 16)
+    store, room = open_store(str(tmp_path)), saving.Copies()
+    state = {"one": torch.ones(100_000, device=GPU), "two": torch.ones(7, 3, device=GPU).t(), "three": torch.tensor(1)}
+    for step in (1, 2, 3):
+        save = saving.Save(store, None, step, attempt=step, writers=[0], worker=0)
+        save.begin(state, {}, {"one"}, room, saving.Keeping())
+        save.await_copy()
+        for tensor in state.values():
+            tensor.add_(1)
+        save.wait()
+        assert save.error is None
+        read = dict(read_tensors(store, read_manifest(store, step)))
+        assert read.keys() == state.keys()
+        assert all(torch.equal(tensor, torch.full_like(tensor, step)) for tensor in read.values())
 
 
 def test_the_fused_loss_needs_less_memory_and_gives_the_same() -> None:

@@ -40,6 +40,20 @@ def test_blocks_of_one_kind_share_their_code(compiler: Compiler) -> None:
     assert compiler.graph_breaks() == ""
 
 
+def test_the_gradient_of_an_embedding_is_left_to_torch_while_bits_matter(compiler: Compiler, tmp_path: Path) -> None:
+    from torch._inductor.decomposition import select_decomp_table
+
+    operator = torch.ops.aten.embedding_dense_backward.default
+    assert operator in select_decomp_table()
+    undo = compiler.settle()
+    assert operator not in select_decomp_table()
+    undo()
+    assert operator in select_decomp_table()
+    undo = Compiler("blocks", exact=False, folder=tmp_path).settle()
+    assert operator in select_decomp_table()
+    undo()
+
+
 def test_a_model_without_blocks_is_compiled_as_a_whole(compiler: Compiler) -> None:
     model = nn.Linear(4, 4)
     undo = compiler.blocks(model)

@@ -8,13 +8,14 @@ kept: the same three products as in the ordinary way, none twice.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_CHUNK_SCORES = 1 << 29  # in one chunk, unless the caller says how many tokens
+from unisono.nn.score_kernel import scores_to_gradient
+
+_CHUNK_SCORES = 1 << 29  # in one chunk, about, unless the caller says how many tokens
 
 
 class LinearCrossEntropy(nn.Module):
@@ -45,8 +46,9 @@ def linear_cross_entropy(
     """The mean over all tokens but those whose target is `ignore_index`."""
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
-    chunk = chunk_tokens or max(256, _CHUNK_SCORES // weight.shape[0] // 256 * 256)
     flat, wanted = features.flatten(0, -2), targets.flatten()
+    chunks = max(1, round(len(flat) * weight.shape[0] / _CHUNK_SCORES))
+    chunk = chunk_tokens or max(256, -(-len(flat) // chunks // 256) * 256)  # all but the last of the same size
     needs_gradient = torch.is_grad_enabled() and (features.requires_grad or weight.requires_grad)
     loss: Tensor = _Fused.apply(flat, weight, wanted, ignore_index, chunk, dtype, needs_gradient)  # type: ignore[no-untyped-call]
     return loss
@@ -64,9 +66,9 @@ def _loss_and_gradient(scores: Tensor, targets: Tensor, ignore_index: int) -> tu
     return torch.where(counts, losses, 0.0).sum(), (gradient * counts[:, None]).to(scores.dtype)
 
 
-@cache
-def _compiled() -> Any:
-    return torch.compile(_loss_and_gradient, dynamic=False)
+def _in_place(scores: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The same on a GPU, where the scores become the gradient."""
+    return scores_to_gradient(scores, targets, ignore_index).sum(), scores
 
 
 class _Fused(torch.autograd.Function):
@@ -82,8 +84,7 @@ class _Fused(torch.autograd.Function):
         needs_gradient: bool,
     ) -> Tensor:
         x, head = features.to(dtype), weight.to(dtype)
-        inside = torch.compiler.is_compiling() or not x.is_cuda
-        one_chunk = _loss_and_gradient if inside else _compiled()
+        one_chunk = _in_place if x.is_cuda else _loss_and_gradient
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         by_features = torch.empty_like(x) if needs_gradient else x.new_empty(0)
         by_weight = torch.zeros_like(weight) if needs_gradient else x.new_empty(0)

@@ -47,8 +47,10 @@ class Compiler:
         # Code that is given up silently would be replaced by uncompiled code, with other bits.
         dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit = max(_SHAPES, before[0]), True
         inductor.deterministic = self._exact
+        put_back = _keep_sorted_gradients() if self._exact else lambda: None
 
         def undo() -> None:
+            put_back()
             dynamo.recompile_limit, dynamo.fail_on_recompile_limit_hit, inductor.deterministic = before
             os.environ.pop(_CACHE, None)
             if kept is not None:
@@ -82,3 +84,21 @@ class Compiler:
         first = sorted(reasons, key=lambda reason: -reasons[reason])[:3]
         shown = "; ".join(reason.strip().splitlines()[0] for reason in first)
         return f"compiled code is left {sum(reasons.values())} times in a forward pass, which costs speed: {shown}"
+
+
+def _keep_sorted_gradients() -> Callable[[], None]:
+    """Leave the gradient of an embedding to torch's own kernel, which sorts the rows and adds them up in that order.
+
+    The compiler takes it apart into an addition by index, and in a fixed order that takes 25 times as long where
+    words repeat often: 12.8 ms instead of 0.5 for 64 thousand tokens on an H200. Returns what undoes it."""
+    from torch._inductor.decomposition import decompositions, fast_random_decomps
+
+    operator = torch.ops.aten.embedding_dense_backward.default
+    tables: list[dict[Any, Any]] = [decompositions, fast_random_decomps()]
+    taken = [(table, table.pop(operator)) for table in tables if operator in table]
+
+    def undo() -> None:
+        for table, decomposition in taken:
+            table[operator] = decomposition
+
+    return undo

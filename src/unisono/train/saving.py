@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from unisono.checkpoint.seal import Seal
 from unisono.checkpoint.specs import Held, TensorSpec, specs_of
 from unisono.checkpoint.store import Store
 from unisono.core.errors import CheckpointError, InternalError, StoreFull, UnisonoError, UsageError
+from unisono.train.from_gpu import AfterNow, Stage, set_aside
 
 _PARTS_WITHIN_S = 120.0  # after the first writer's own
 _LONGEST_PAUSE_S = 0.5
@@ -61,12 +62,18 @@ class Copies:
     """Memory for copies, kept from one save to the next: fresh memory costs a page fault every 4 KB."""
 
     _room: dict[str, Tensor] = field(default_factory=dict)
+    _stage: Stage = field(default_factory=Stage)
 
-    def of(self, name: str, tensor: Tensor) -> Tensor:
+    def of(self, name: str, tensor: Tensor, pinned: bool) -> Tensor:
         room = self._room.get(name)
-        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-            # From a GPU, only pinned memory is written to while the GPU and the loop go on.
-            room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype or room.is_pinned() != pinned:
+            room = self._room[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        return room
+
+    def fetched(self, name: str, tensor: Tensor) -> Tensor:
+        """From a GPU, at leisure."""
+        room = self.of(name, tensor, pinned=False)
+        self._stage.fetch(tensor, room)
         return room
 
     def only(self, names: Collection[str]) -> None:
@@ -129,18 +136,23 @@ class Save:
         bound = {name: self.writers.index(each.holder) for name, each in held.items()}
         plans = assign(plan_chunks(self._specs), len(self.writers), bound)
         mine = plans[self.writers.index(self.worker)] if self.worker in self.writers else []
-        room.only({part.name for plan in mine for part in plan.slices})
-        copies = {part.name: room.of(part.name, tensors[part.name]) for plan in mine for part in plan.slices}
+        names = {part.name: None for plan in mine for part in plan.slices}
+        room.only(names)
+        aside = set_aside({name: tensors[name] for name in names})
+        # From a GPU, only pinned memory is written to while the GPU and the loop go on.
+        copies = {name: room.of(name, tensors[name], tensors[name].is_cuda) for name in names if name not in aside}
         later: list[Callable[[], None]] = []
         for plan in mine:
             for part in plan.slices:
+                if part.name in aside:
+                    continue
                 source, target = tensors[part.name], copies[part.name]
                 if part.name in steady:
                     later.append(lambda s=source, t=target, a=part.begin, b=part.end: _copy(s, t, a, b, beside=True))  # type: ignore[misc]
                 else:
                     _copy(source, target, part.begin, part.end)
-        after = _AfterNow(tensors.values())
-        self._run(lambda: self._write(after, later, mine, copies, keeping))
+        after = AfterNow(tensors.values())
+        self._run(lambda: self._write(after, later, aside, room, mine, copies, keeping))
 
     def await_copy(self) -> None:
         started_s = time.monotonic()
@@ -182,16 +194,21 @@ class Save:
 
     def _write(
         self,
-        after: _AfterNow,
+        after: AfterNow,
         later: Sequence[Callable[[], None]],
+        aside: dict[str, Tensor],
+        room: Copies,
         plans: list[ChunkPlan],
-        copies: Mapping[str, Tensor],
+        copies: dict[str, Tensor],
         keeping: Keeping,
     ) -> None:
         with after:
             for copy in later:
                 copy()
         self._copied.set()
+        with after:
+            copies |= {name: room.fetched(name, value) for name, value in aside.items()}
+        aside.clear()
         if self.worker not in self.writers:
             return
         part = write_part(self.store, plans, copies, known_chunks(self._before(), self.seal), self.seal)
@@ -255,31 +272,6 @@ class Save:
             if not self._cancelled.is_set():
                 clear_parts(self.store, MOST_STEPS)
                 prune(self.store, (), orphans=True)
-
-
-class _AfterNow:
-    """In another thread: what GPUs are asked for comes after what they were asked for before this was made, and beside
-    what they are asked for later. It is done when the block ends."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._now = {
-            device: torch.cuda.current_stream(device).record_event()
-            for device in {tensor.device for tensor in tensors if tensor.is_cuda}
-        }
-        self._streams: list[torch.cuda.Stream] = []
-        self._inside = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        for device, now in self._now.items():
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_event(now)
-            self._streams.append(stream)
-            self._inside.enter_context(torch.cuda.stream(stream))
-
-    def __exit__(self, *_: object) -> None:
-        for stream in self._streams:
-            stream.synchronize()
-        self._inside.close()
 
 
 @torch.no_grad()
