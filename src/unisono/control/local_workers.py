@@ -32,6 +32,7 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRE
 # Ranks that share a model do so for want of memory: layers that come and go between what stays would leave gaps of
 # several times what is in use.
 _GIVE_FREED_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
+_COMPILER, _CUTTING = "torch._dynamo", "unisono.train.cutting"  # slow to load, and seldom needed
 _LAST_WORDS_BYTES = 8000
 _LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160
 _DRAIN_BYTES = 1 << 22  # of a worker that has ended: more than its pipe can hold, less than a stray child can write
@@ -95,6 +96,13 @@ class Ears(Protocol):
     def on_exit(self, worker: Worker, code: int) -> None: ...
 
 
+def _also_loaded(spec: RunSpec) -> list[str]:
+    """Modules that the workers of such a run need, and most others do not."""
+    if spec.replica.ranks > 1:
+        return [_COMPILER, _CUTTING]
+    return [_COMPILER] if spec.compile not in ("", "none") else []
+
+
 class LocalWorkers:
     def __init__(self, site: Site, selector: selectors.BaseSelector, guard: Guard, ears: Ears) -> None:
         self.site, self.selector, self.guard, self.ears = site, selector, guard, ears
@@ -102,7 +110,8 @@ class LocalWorkers:
         adopt_orphans()
         environment = worker_environment(site.spec) | {RUN_VARIABLE: site.token}
         log = Path(site.spec.run_dir) / "logs" / "nursery.log"
-        self.nursery = Nursery(environment, log, selector, self._on_born, self._on_stillborn)
+        also = _also_loaded(site.spec)
+        self.nursery = Nursery(environment, log, selector, self._on_born, self._on_stillborn, also)
 
     @property
     def living(self) -> list[Worker]:

@@ -39,9 +39,11 @@ class Nursery:
         selector: selectors.BaseSelector,
         on_born: Born,
         on_stillborn: Stillborn,
+        also: Sequence[str] = (),
     ) -> None:
+        """`also`: modules that this run's workers need and others do not."""
         self._environment, self._log, self._selector = dict(environment), log, selector
-        self._on_born, self._on_stillborn = on_born, on_stillborn
+        self._on_born, self._on_stillborn, self._also = on_born, on_stillborn, also
         self._process: subprocess.Popen[bytes] | None = None
         self._door: socket.socket | None = None
         self._expected: list[int] = []
@@ -70,7 +72,7 @@ class Nursery:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "unisono.train.nursery"],
+                    [sys.executable, "-P", "-m", "unisono.train.nursery", *self._also],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.buffers import Buffers
 from unisono.parallel.carried import Make
 from unisono.parallel.norms import squared_norm
-from unisono.parallel.pipeline import Pipeline
-from unisono.parallel.shards import Shards
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
+
+if TYPE_CHECKING:  # they load much of torch.distributed, which most trainings never need
+    from unisono.parallel.pipeline import Pipeline
+    from unisono.parallel.shards import Shards
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,11 @@ class Shards:
             window(part, piece.at, piece.sizes).copy_(window(whole, piece.offsets, piece.sizes))
         return part
 
+    @staticmethod
+    def joined(outputs: Any) -> Any:
+        """Outputs that were left cut over the vocabulary."""
+        return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
+
     def share(self, name: str) -> float:
         """1 over the number of ranks that hold the same part of it: so that, added over ranks, it counts once."""
         parameter = self.real[name]
@@ -114,11 +119,6 @@ class Shards:
         for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
             copies *= size if placement.is_replicate() else 1  # a cut that FSDP has cut again is no Shard to torch
         return 1.0 / copies
-
-
-def whole(outputs: Any) -> Any:
-    """Outputs that were left cut over the vocabulary."""
-    return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
 
 def _local(parameter: Tensor) -> Tensor:

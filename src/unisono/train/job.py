@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,7 +31,6 @@ from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
 from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import Local, LocalSteps
-from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
 from unisono.train.computing import Computing
@@ -45,6 +44,9 @@ from unisono.train.preparing import Prepared
 from unisono.train.spread import Spread
 from unisono.train.state import TrainState
 from unisono.train.telling import Teller
+
+if TYPE_CHECKING:
+    from unisono.parallel.pipeline import Pipeline
 
 SNAPSHOTS = 2  # workers that keep the last state on which all agreed: one of them may die
 CountOf = Callable[[Any], float]  # true number of samples or tokens of a batch
@@ -114,6 +116,10 @@ class Job(Teller):
     def take(self, batch: Any) -> Any:
         """What this rank computes of a microbatch."""
         return self.strategy.take(batch, self.request.count) if isinstance(self.strategy, Grouped) else batch
+
+    def whole(self, outputs: Any) -> Any:
+        """Outputs of the model, of which each rank may have a part."""
+        return self.strategy.group.shards.joined(outputs) if isinstance(self.strategy, Grouped) else outputs
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nursery: loads torch and Unisono once, then forks a worker for every request of its host.
 
-Started by `control.nursery` as ``python -m unisono.train.nursery``. It computes nothing and starts no thread, so that
-what it forks is as good as new; a worker is forked twice over, so that the host and not the nursery becomes its parent.
+Started by `control.nursery` as ``python -m unisono.train.nursery MODULES``, which are loaded as well. It computes
+nothing and starts no thread, so that what it forks is as good as new; a worker is forked twice over, so that the host
+and not the nursery becomes its parent.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from unisono.train import worker
 from unisono.wire.channel import FD_VARIABLE, NURSERY_VARIABLE
 
 _LONGEST_REQUEST = 1 << 18
-# Whatever almost every script needs in the end; torch's optimizers load dynamo with their first step.
-_LOADED = ("torch", "torch._dynamo", "torch.utils.data", "unisono.train.trainer", "unisono.train.own_loop")
+# Whatever almost every script needs in the end.
+_LOADED = ("torch", "torch.utils.data", "unisono.train.trainer", "unisono.train.own_loop")
 
 
 def main() -> int:
     process.die_with_parent()
     process.show_as("nursery")
     door = socket.socket(fileno=int(os.environ.pop(NURSERY_VARIABLE)))
-    for name in _LOADED:
+    for name in (*_LOADED, *sys.argv[1:]):
         with contextlib.suppress(Exception):  # the script will meet it too, and say whose line it was
             importlib.import_module(name)
     gc.collect()

@@ -17,7 +17,6 @@ import torch
 import torch._C._distributed_c10d as _c10d
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import World
@@ -27,10 +26,8 @@ from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
-from unisono.parallel.shards import point_optimizer_at
 from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.context import Context, Place
-from unisono.train.cutting import decide
 from unisono.train.job import Request
 from unisono.train.notes import of_replica
 from unisono.train.options import Parallel
@@ -61,6 +58,12 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
             do=f"unisono run {context.spec.script or 'train.py'} --mesh {mesh.inner}",
         )
     _refuse(context.spec, request, spec)
+    # Late: they load much of torch.distributed. The nursery of a run with a mesh has loaded it already.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from unisono.parallel.shards import point_optimizer_at
+    from unisono.train.cutting import decide
+
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
     asked = what_is_asked(context.spec, request.parallel)
     cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request))

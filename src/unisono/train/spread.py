@@ -8,7 +8,7 @@ has written. Tensors are put together one at a time and kept by the first rank a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,9 @@ from unisono.checkpoint.naming import by_name, by_number, names_in_order
 from unisono.checkpoint.specs import declared
 from unisono.comm.inner import Inner
 from unisono.core.mesh import Mesh
-from unisono.parallel.shards import Shards
+
+if TYPE_CHECKING:
+    from unisono.parallel.shards import Shards
 
 
 class Whole:

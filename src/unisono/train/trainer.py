@@ -23,7 +23,6 @@ from unisono.data.loading import Data
 from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import LocalSteps
-from unisono.parallel.shards import whole
 from unisono.train import context as contexts
 from unisono.train.computing import Computing
 from unisono.train.evaluation import Evaluation, Metric, measure_with
@@ -276,7 +275,7 @@ class Trainer:
                     return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
                 inputs, targets = split_batch(batch)
                 outputs = job.pipeline.evaluate(inputs) if job.pipeline else self.model(inputs)
-                return measure(whole(outputs), targets, weight)
+                return measure(job.whole(outputs), targets, weight)
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)
