@@ -51,6 +51,19 @@ def test_a_script_in_the_users_guide_runs_as_it_stands(name: str, tmp_path: Path
     run_python(SCRIPTS[name], tmp_path, timeout_s=60)
 
 
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readme_leads_to_every_guide(readme: str) -> None:
+    linked = set(LINK.findall((ROOT / readme).read_text()))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= linked
+
+
+def test_the_readme_shows_the_same_commands_in_both_languages() -> None:
+    commands = [re.findall(r"^unisono [^#\n]*", path.read_text(), re.M) for path in sorted(ROOT.glob("README*.md"))]
+    english, chinese = ([line.split("   ")[0].strip() for line in found] for found in commands)
+    assert english == chinese
+    assert english
+
+
 @pytest.mark.parametrize("name", LARGE_BATCH_SCRIPTS)
 def test_a_script_in_the_guide_to_large_batches_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     run_python(LARGE_BATCH_SCRIPTS[name], tmp_path, timeout_s=60)
