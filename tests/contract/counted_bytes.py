@@ -49,6 +49,18 @@ class Counted:
         return self._exchange(sends, receives, tag)
 
 
+class CountedAll:
+    """A comm that counts all that is exchanged, but for headers of questions and small gathers."""
+
+    def __init__(self, comm: Comm, sent: list[int]) -> None:
+        self._sent, self._exchange = sent, comm.exchange
+        comm.exchange = self.exchange  # type: ignore[method-assign]
+
+    def exchange(self, sends: list[Message], receives: list[Message], tag: int) -> Pending:
+        self._sent.append(sum(message.tensor.nbytes for message in sends if message.tensor.nbytes != HEADER_BYTES))
+        return self._exchange(sends, receives, tag)
+
+
 def sent_in_a_round(servers: int, fresh: str, is_exact: bool = True, **options: Any) -> dict[int, int]:
     """Bytes by rank, in a second round of one worker: in the first, it gets everything."""
     membership, sent = sized(1, servers), dict[int, int]()

@@ -54,6 +54,22 @@ class Columns(nn.Module):
         return (self.weight.detach() != 0).sum(0).view(-1, MICROBATCHES)
 
 
+class TableColumns(Columns):
+    """The same with a row of a sparse table for each microbatch, and nothing that is dense."""
+
+    def __init__(self, rounds: int = 1, rows: int = ROWS) -> None:
+        nn.Module.__init__(self)
+        columns = rounds * TURNS * MICROBATCHES
+        self.table = nn.Embedding(columns, rows, sparse=True, _weight=torch.zeros(columns, rows))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.table.weight.t()
+
+    def loss(self, step: int, index: int) -> Tensor:
+        return -self.table(torch.tensor([step * MICROBATCHES + index])).sum()
+
+
 class Diary:
     """What happened in which order, by our own account."""
 
@@ -111,9 +127,10 @@ class Replica:
         rounds: int = 1,
         delay: Delay = float,
         rows: int = ROWS,
+        table: bool = False,
         **options: Any,
     ) -> None:
-        self.comm, self.model, self.delay = comm, Columns(rounds, rows), delay
+        self.comm, self.model, self.delay = comm, (TableColumns if table else Columns)(rounds, rows), delay
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.strategy = Watched(self.model, self.optimizer, comm, bound=bound, copies=copies, **options)
         self.computed = 0

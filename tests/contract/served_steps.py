@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ranks import in_threads, network
@@ -26,6 +26,7 @@ from unisono.train.numerics import Update
 from unisono.train.options import Clip
 
 MICROBATCHES = 5
+TABLE = (41, 7)  # rows, width
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -34,6 +35,13 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+FOR_TABLES: dict[str, Make] = {
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": OPTIMIZERS["adagrad"],
+    "sparse adam": lambda p: torch.optim.SparseAdam(list(p), lr=0.05),
 }
 
 
@@ -63,9 +71,26 @@ class Tiny(nn.Module):
         return self.first(x.mean((1, 2, 3))[:, None])
 
 
+class Words(nn.Module):
+    """A table, of which a batch looks at some rows, some of them several times; and a dense layer, or another table."""
+
+    def __init__(self, sparse: bool, alone: bool) -> None:
+        super().__init__()
+        self.first = nn.Embedding(TABLE[0], TABLE[1], sparse=sparse)
+        self.last = nn.EmbeddingBag(9, 3, mode="sum", sparse=True) if alone else nn.Linear(TABLE[1], 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = (x.flatten(1) * 5).long() % TABLE[0]  # (batch, 50)
+        words = self.first(numbers).mean(1)
+        if isinstance(self.last, nn.Linear):
+            return self.last(words)
+        return self.last(numbers[:, :7] % 9) + words[:, :3]
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What is trained and how. `freeze`: the step at which the first layer stops to train, and at which it goes on."""
+    """What is trained and how. `freeze`: the step at which the first layer stops to train, and at which it goes on.
+    `table`: a model of words, whose gradients are dense, sparse, or all sparse (alone)."""
 
     optimizer: str = "momentum"
     steps: int = 4
@@ -74,15 +99,18 @@ class Setting:
     freeze: tuple[int, int] = (99, 99)
     channels_last: bool = False
     width: int = 13
+    table: Literal["", "dense", "sparse", "alone"] = ""
 
 
 _MAKING = threading.Lock()  # all threads draw from one generator
 
 
 @functools.cache
-def model_of(setting: Setting) -> Net | Tiny:
+def model_of(setting: Setting) -> Net | Tiny | Words:
     with _MAKING:
         torch.manual_seed(0)
+        if setting.table:
+            return Words(setting.table != "dense", setting.table == "alone")
         net = Net(setting.width) if setting.width else Tiny()
     return net.to(memory_format=torch.channels_last) if setting.channels_last else net  # type: ignore[call-overload]
 
@@ -97,7 +125,7 @@ class Replica:
 
     def __init__(self, comm: Comm, setting: Setting, kind: Callable[..., AllReduce]) -> None:
         self.setting, self.comm, self.model = setting, comm, copy.deepcopy(model_of(setting))
-        self.optimizer = OPTIMIZERS[setting.optimizer](self.model.parameters())
+        self.optimizer = {**OPTIMIZERS, **FOR_TABLES}[setting.optimizer](self.model.parameters())
         self.update = Update(self.model, setting.clip, setting.l1)
         self.strategy = kind(self.model, self.optimizer, comm, self.update)
         self.losses: list[float] = []

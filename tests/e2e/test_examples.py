@@ -26,6 +26,7 @@ RUNS = {
     "09_large_batch.py": (),
     "10_slow_network.py": (),
     "12_language_model.py": ("--steps", "8"),
+    "14_sparse_embedding.py": (),
 }
 AT_LEAST = {
     "01_digits.py": 0.975,
@@ -35,6 +36,7 @@ AT_LEAST = {
     "08_shards.py": 0.85,
     "09_large_batch.py": 0.95,
     "10_slow_network.py": 0.9,
+    "14_sparse_embedding.py": 0.95,
 }
 
 

@@ -104,8 +104,10 @@ IMPOSSIBLE = {
         "fit(data=unisono.Data(DATA, drop_last=True), batch_size=64)", "UNI-1204", ["drop_last leaves nothing"]),
     "no end": (
         "fit(max_steps=None)", "UNI-1201", ["no end", "epochs, max_steps"]),
-    "a sparse embedding": (
-        "fit(nn.Sequential(nn.Embedding(5, 2, sparse=True)))", "UNI-1206", ["0.weight", "sparse=False"]),
+    "a sparse embedding with local steps": (
+        "fit(nn.Embedding(5, 2, sparse=True), local=unisono.LocalSteps(h=2))", "UNI-1206", ["local", "sparse=False"]),
+    "a sparse embedding with L1": (
+        "fit(nn.Embedding(5, 2, sparse=True), l1=0.1)", "UNI-1201", ["only touched rows", "sparse=False"]),
     "synchronised batch norm without any": (
         "fit(batch_norm='synchronised')", "UNI-1201", ["synchronised", "batch norm"]),
     "a misspelt choice": (

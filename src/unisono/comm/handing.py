@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everybody hands a tree of state to some: how slices of a model move between those who hold them.
+"""Everybody hands something to some: trees of state, when slices of a model move, or letters of any length.
 
 All ranks call it at the same time. What a tree is, `state_tree` knows; what is in it, the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unisono.comm import state_tree
 from unisono.comm.seam import Comm, Message
@@ -38,3 +39,20 @@ def hand_round(comm: Comm, tree: Any, receivers: Collection[int], tag: int) -> l
     if not mine:
         return []
     return [tree if rank == comm.rank else state_tree.rebuild(texts[rank], found[rank]) for rank in range(comm.size)]
+
+
+def post(comm: Comm, letters: Mapping[int, Tensor], tag: int) -> dict[int, Tensor]:
+    """To each rank its letter, of bytes, of any length; what came, by rank. All ranks call it together."""
+    own = [letters[rank].numel() if rank in letters else 0 for rank in range(comm.size)]
+    lengths = [int(row[comm.rank].item()) for row in comm.gather(torch.tensor(own))]
+    coming = {
+        rank: torch.empty(length, dtype=torch.uint8)
+        for rank, length in enumerate(lengths)
+        if length and rank != comm.rank
+    }
+    comm.exchange(
+        [Message(rank, letter) for rank, letter in letters.items() if letter.numel() and rank != comm.rank],
+        [Message(rank, letter) for rank, letter in coming.items()],
+        tag,
+    ).wait()
+    return coming

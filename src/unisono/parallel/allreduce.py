@@ -27,11 +27,14 @@ from unisono.core.errors import PeerLost, SetupError
 from unisono.core.membership import Membership
 from unisono.parallel.buffers import Buffers
 from unisono.parallel.carried import Carried, Make, refuse_new_layout
-from unisono.parallel.gradients import Assignment, Gradients, sparse_error
+from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.only_gradients import OnlyGradients
 from unisono.parallel.overlap import Overlap
 from unisono.parallel.read_back import read_back
+from unisono.parallel.row_exchange import Cuts, RowExchange
+from unisono.parallel.rows import tables_of
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
+from unisono.parallel.table_slices import keeps_rows
 
 _BUFFER_TAG = 1 << 17  # above any bucket number
 
@@ -67,7 +70,8 @@ class AllReduce:
         make_reducer: MakeReducer = DirectReducer,
         carry: Make = lambda _: {},
     ) -> None:
-        _refuse_sparse(model)
+        self._tables = tables_of(model)
+        self._keeps_rows = keeps_rows(optimizer, self._tables)
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.before_update, self.random_state = before_update, random_state
         self._make_reducer = make_reducer
@@ -92,9 +96,9 @@ class AllReduce:
         self._membership = membership
         self.carried.configure(membership)
         self._reducer = self._make_reducer(self.comm, membership)
-        self._assignment = Assignment(mine, self._reducer.landings(mine))
         self._of_buffers = DirectReducer(self.comm, membership)
         self._buffer_landings = self._of_buffers.landings(mine)
+        self._assignment = Assignment(mine, self._reducer.landings(mine), self._buffer_landings)
         if self.comm.size > 1 and self._overlap is None:
             self._overlap = Overlap(next(self.model.parameters()).device)
 
@@ -128,7 +132,7 @@ class AllReduce:
         if self._gradients is not None:
             refuse_new_layout(self.carried)
             self._gradients.close()
-        self._gradients = (OnlyGradients if self._is_only else Gradients)(named, self.comm)
+        self._gradients = (OnlyGradients if self._is_only else Gradients)(named, self.comm, self._tables)
         self._shapes = {}
         return self._gradients
 
@@ -136,7 +140,12 @@ class AllReduce:
     def _is_only(self) -> bool:
         """One microbatch and nobody to add it to: its gradient is the step's as it stands. It stays so, since there
         are never more workers than microbatches."""
-        alone = self._may_leave_gradients and self.comm.size == 1 and self._membership.microbatches == 1
+        alone = (
+            self._may_leave_gradients
+            and not self._tables
+            and self.comm.size == 1
+            and self._membership.microbatches == 1
+        )
         return alone and isinstance(self._reducer, Stateless | Pilot)
 
     def shapes(self, bucket: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -222,8 +231,26 @@ class AllReduce:
         assert self._gradients is not None
         self._reducer.reduce(self._gradients.partial_sums(bucket, self._reducer.parts), bucket)
 
+    @torch.no_grad()
+    def _reduce_rows(self) -> None:
+        """Tables have no bucket that could leave early: of an embedding, gradients are the last to come anyway."""
+        gradients = self._gradients
+        assert gradients is not None
+        kinds = [gradients.kind(position) for position in gradients.tables]
+        cuts = [self._rows_wanted(gradients, position) for position in gradients.tables]
+        exchange, levels = RowExchange(self.comm, self._membership, kinds, cuts), self._of_buffers.parts
+        sums = exchange.add_up([gradients.row_sums(position, levels) for position in gradients.tables])
+        for position, rows in zip(gradients.tables, sums, strict=True):
+            gradients.put_rows(position, rows)
+
+    def _rows_wanted(self, gradients: Gradients, position: int) -> Cuts:
+        """Of a table, by whom."""
+        return {rank: [range(gradients.parameters[position].shape[0])] for rank in range(self.comm.size)}
+
     def reduce(self, notes: Sequence[float]) -> Reduced:
         assert self._gradients is not None
+        if self._gradients.tables:
+            self._in_turn(self._reduce_rows)
         started = time.perf_counter()
         if self._overlap is not None:
             self._overlap.drain()
@@ -336,9 +363,3 @@ def _refuse_unused(used: Sequence[bool]) -> None:
             cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
             do="let the loss come from the model's output, and leave something unfrozen",
         )
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise sparse_error(f"{name}.weight" if name else "weight")

@@ -11,7 +11,6 @@ and no piece counts twice or not at all. Called by the loop through `Strategy`.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -33,9 +32,10 @@ from unisono.parallel.coding import Coding, Outgoing
 from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
+from unisono.parallel.round_words import bounds, by_number, flags, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slice_optimizer import Settings, leaves_gradients, pace_of
-from unisono.parallel.slices import Place, Seen
+from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
 
@@ -73,8 +73,8 @@ class Asynchronous(ParameterServer):
         self._coding = Coding(compression, seed)
         self._outgoing = Outgoing(self.comm, self._coding)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
-        self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
-        self._leaves_gradients = leaves_gradients(self.optimizer)
+        self.tallies, self._pace = Tallies(), pace_of(self.optimizer, self._tables)
+        self._leaves_gradients = leaves_gradients(self.optimizer, self._tables)
         self._owner: Owner | None = None  # while a round is on
         self._source: Source | None = None  # likewise
         self._views: Views | None = None
@@ -116,8 +116,7 @@ class Asynchronous(ParameterServer):
         """Each piece is counted by itself."""
 
     def state_out(self) -> dict[str, Any]:
-        ranges = [[part.start, part.stop] for part in self._ranges]
-        return {**super().state_out(), "round": self._round, "ranges": ranges}
+        return {**super().state_out(), "round": self._round, "ranges": bounds(self._ranges)}
 
     def state_in(self, state: dict[str, Any]) -> None:
         super().state_in(state)
@@ -134,7 +133,7 @@ class Asynchronous(ParameterServer):
         held = [one for some in self._held.values() for one in some]
         mine = [[*piece, loss] for piece, loss in held[0].seen.items()] if held else []
         mine = [row for row in mine if all(tuple(row[:3]) in one.seen for one in held)]
-        ranges = [[part.start, part.stop] for part in self._ranges]
+        ranges = bounds(self._ranges)
         parts = [[place[0], one.start, one.stop, [*one.seen]] for place, some in self._held.items() for one in some]
         tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges, "parts": parts}
         trees = hand_round(self.comm, tree, range(self.comm.size), _SEEN_TAG)
@@ -214,7 +213,8 @@ class Asynchronous(ParameterServer):
         layout, membership = gradients.layout, self._membership
         if self._views is None:
             places, keeps = owned_by(self.comm.rank, layout, membership), self.delayed == "compensate"
-            self._views = Views(self.comm, places, self._held, self._coding, keeps)
+            dense = [place for place in places if not layout.width(place[0])]
+            self._views = Views(self.comm, dense, self._held, self._coding, keeps)
         borrows = self._leaves_gradients and self.delayed != "compensate"
         ahead, subscribed = self.settings_ahead(turns), self.fresh == "push"
         manner = Manner(self._pace, ahead, self._coding, self.delayed, subscribed, borrows)
@@ -262,20 +262,21 @@ class Asynchronous(ParameterServer):
             self._prepare(piece, gradients)
         asked = []
         for rank in self._membership.owners:
-            vectors = [*self._slices_of(rank, gradients, draw), _flags(gradients.used)] if counts else []
+            vectors = [*self._slices_of(rank, gradients, draw), flags(gradients.used)] if counts else []
             words = Words(PUSH, (self._holdings.known[rank], *piece, bits(counts), bits(loss), draw), vectors)
             asked.append(self._begin_asking(rank, words))
         for wait in asked:
             answer = wait()
             for told in answer.vectors:
-                self._outgoing.made(_places(told.tolist()))
+                self._outgoing.made(places_in(told.tolist()))
         self._outgoing.under_way = None
 
     def _prepare(self, piece: Piece, gradients: Gradients) -> None:
         """What is done to the gradient of a piece as a whole before it is cut into slices."""
         if self.counts:
-            for bucket in self._buckets(gradients):
-                bucket.div_(self._share)
+            rows = [gradients.row_sums(position)[0].values for position in gradients.tables]
+            for values in (*self._buckets(gradients), *rows):
+                values.div_(self._share)
         gradients.publish(gradients.used)
         self.before_update()
         self._outgoing.begin(piece, self._buckets(gradients), gradients.layout, self._pace(self._nominal))
@@ -294,11 +295,16 @@ class Asynchronous(ParameterServer):
     def _slices_of(self, rank: int, gradients: Gradients, draw: int) -> list[Tensor]:
         """Our gradient of an owner's slices; codes are for others."""
         buckets, places = self._buckets(gradients), owned_by(rank, gradients.layout, self._membership)
+        rows = [gradients.packed_rows(*place) for place in places if place[0] >= len(buckets)]
+        dense = places[: len(places) - len(rows)]
         if rank == self.comm.rank:
-            return [buckets[bucket][start:stop] for bucket, start, stop in places]
-        return [self._outgoing.coded(place, buckets[place[0]], draw) for place in places]
+            return [*(buckets[bucket][start:stop] for bucket, start, stop in dense), *rows]
+        return [*(self._outgoing.coded(place, buckets[place[0]], draw) for place in dense), *rows]
 
     # --- the end of a round
+
+    def _reduce_rows(self) -> None:
+        """Each piece has brought its own."""
 
     def reduce(self, notes: Sequence[float]) -> Reduced:
         if len(self._assignment.mine):
@@ -308,7 +314,7 @@ class Asynchronous(ParameterServer):
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
         total, count = len(self._weights), len(gradients.names)
         row = [
-            *self._mean_losses(total),
+            *mean_losses(self._held, total),
             *gradients.used,
             *self._buffers.changed(),
             self.tallies.updates,
@@ -342,17 +348,6 @@ class Asynchronous(ParameterServer):
         """The first owner that has slices, and so has seen the pieces: of a small model there may be none for all."""
         return next(rank for rank in self._membership.owners if owned_by(rank, gradients.layout, self._membership))
 
-    def _mean_losses(self, microbatches: int) -> list[float]:
-        """Of each microbatch over the round: what the pieces came to that it was in."""
-        held = [one for some in self._held.values() for one in some]
-        if not held:
-            return [0.0] * microbatches
-        found: list[list[float]] = [[] for _ in range(microbatches)]
-        for (_, first, last), loss in held[0].seen.items():
-            for index in range(first, last):
-                found[index] += [loss] if math.isfinite(loss) else []
-        return [math.fsum(losses) / len(losses) if losses else 0.0 for losses in found]
-
     def step(self, loss: float, again: Callable[[], float]) -> None:
         del loss, again
         gradients = self._gradients
@@ -369,7 +364,7 @@ class Asynchronous(ParameterServer):
     def _tell(self) -> None:
         """The first owner has kept the time."""
         if self.comm.rank == self._membership.owners[0]:
-            leads, delays = _counts(self.tallies.leads), _counts(self.tallies.delays)
+            leads, delays = by_number(self.tallies.leads), by_number(self.tallies.delays)
             pushed, acknowledged, applied = self._made
             self.emit(
                 events.Staleness(
@@ -381,15 +376,3 @@ class Asynchronous(ParameterServer):
                     applied=applied,
                 )
             )
-
-
-def _counts(counter: Counter[int]) -> dict[str, int]:
-    return {str(number): count for number, count in sorted(counter.items())}
-
-
-def _places(numbers: Sequence[int]) -> list[Place]:
-    return [(numbers[i], numbers[i + 1], numbers[i + 2]) for i in range(0, len(numbers), 3)]
-
-
-def _flags(values: Sequence[bool]) -> Tensor:
-    return torch.tensor([int(value) for value in values], dtype=torch.uint8)

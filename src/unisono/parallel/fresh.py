@@ -24,6 +24,7 @@ from unisono.parallel.clock import Piece
 from unisono.parallel.coding import Coding
 from unisono.parallel.gradients import Gradients
 from unisono.parallel.owner import NEWEST, NOT_WANTED, OVER, PULL, SUBSCRIBE, SUBSCRIPTIONS, TAKE
+from unisono.parallel.rows import unpacked
 from unisono.parallel.slice_optimizer import in_memory
 from unisono.parallel.slices import Place, segments
 
@@ -40,7 +41,12 @@ class Holdings:
 
     @torch.no_grad()
     def put(self, place: Place, vector: Tensor, draw: int, gradients: Gradients, coding: Coding) -> None:
-        """A slice into the model: as it is, or a code of how it has changed."""
+        """A slice into the model: as it is, or a code of how it has changed; of a table, the rows that have."""
+        if gradients.layout.width(place[0]):
+            position = gradients.table(place[0])
+            rows, _ = unpacked(vector, gradients.kind(position))
+            gradients.parameters[position][rows.numbers] = rows.values
+            return
         is_code = vector.dtype == torch.uint8
         if is_code:
             scratch = self._scratch.setdefault(place, torch.empty(place[2] - place[1]))

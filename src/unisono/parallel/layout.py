@@ -2,11 +2,13 @@
 """Which gradient lies where: parameters packed into buckets. Pure arithmetic over names, sizes and dtypes.
 
 Buckets are filled from the last parameter to the first, the order in which a backward pass tends to finish them,
-so that the first bucket can leave while the rest is still being computed. The layout depends on the model alone.
+so that the first bucket can leave while the rest is still being computed. A *table*, whose gradients are some of its
+rows, has a bucket of its own, numbered after those that are dense. The layout depends on the model alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ class ParameterInfo:
     elements: int
     element_bytes: int
     kind: str  # dtype and device; a bucket holds one kind
+    width: int = 0  # elements of a row, of a table
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,25 @@ class Slot:
 @dataclass(frozen=True)
 class Layout:
     slots: tuple[Slot, ...]  # by parameter position
-    bucket_elements: tuple[int, ...]
+    bucket_elements: tuple[int, ...]  # of those that are dense
+    tables: tuple[tuple[int, int], ...] = ()  # (rows, width) of each; the first has the bucket after the dense ones
+
+    @property
+    def buckets(self) -> range:
+        return range(len(self.bucket_elements) + len(self.tables))
+
+    @property
+    def table_buckets(self) -> range:
+        return self.buckets[len(self.bucket_elements) :]
+
+    def length(self, bucket: int) -> int:
+        dense = len(self.bucket_elements)
+        return self.bucket_elements[bucket] if bucket < dense else math.prod(self.tables[bucket - dense])
+
+    def width(self, bucket: int) -> int:
+        """Elements of a row; 0 where the bucket is dense."""
+        dense = len(self.bucket_elements)
+        return 0 if bucket < dense else self.tables[bucket - dense][1]
 
     def members(self, bucket: int) -> tuple[int, ...]:
         return tuple(slot.parameter for slot in self.slots if slot.bucket == bucket)
@@ -42,7 +63,8 @@ class Layout:
     def gaps(self) -> list[tuple[int, int, int]]:
         """(bucket, start, stop) of what belongs to no parameter."""
         found, ends = [], [0] * len(self.bucket_elements)
-        for slot in sorted(self.slots, key=lambda slot: slot.start):
+        dense = [slot for slot in self.slots if slot.bucket < len(ends)]
+        for slot in sorted(dense, key=lambda slot: slot.start):
             found.append((slot.bucket, ends[slot.bucket], slot.start))
             ends[slot.bucket] = slot.stop
         found += [(bucket, end, self.bucket_elements[bucket]) for bucket, end in enumerate(ends)]
@@ -56,7 +78,8 @@ def pack(
     slots: dict[int, Slot] = {}
     filled: list[int] = []  # elements per bucket
     open_buckets: dict[str, int] = {}
-    for position, info in reversed(list(enumerate(parameters))):
+    infos = list(enumerate(parameters))
+    for position, info in reversed([one for one in infos if not one[1].width]):
         step = max(1, ALIGNMENT_BYTES // info.element_bytes)
         padded = -(-info.elements // step) * step
         bucket = open_buckets.get(info.kind)
@@ -67,4 +90,8 @@ def pack(
         start = filled[bucket]
         slots[position] = Slot(position, bucket, start, start + info.elements)
         filled[bucket] += padded
-    return Layout(tuple(slots[position] for position in sorted(slots)), tuple(filled))
+    tables = [(position, info) for position, info in infos if info.width]
+    for bucket, (position, info) in enumerate(tables, len(filled)):
+        slots[position] = Slot(position, bucket, 0, info.elements)
+    sizes = tuple((info.elements // info.width, info.width) for _, info in tables)
+    return Layout(tuple(slots[position] for position in sorted(slots)), tuple(filled), sizes)

@@ -27,8 +27,11 @@ from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding
 from unisono.parallel.layout import Layout
-from unisono.parallel.slice_optimizer import Settings
+from unisono.parallel.rows import Kind, unpacked
+from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import Place
+from unisono.parallel.table_slices import TableOptimizer
+from unisono.parallel.table_views import TableViews
 from unisono.parallel.views import Held, Views, owned_by
 
 TAKE, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(10)
@@ -83,6 +86,7 @@ class Owner:
         self._comm, self._held, self._views, self._tallies, self._clock = comm, held, views, tallies, clock
         self._manner, self._pushes_a_step = manner, len(membership.workers)
         self._places, self._is_broken = owned_by(comm.rank, layout, membership), False
+        self._dense, self._tables = len(layout.bucket_elements), TableViews(self._places, held)
         self._lock, self._copying, self._tick = threading.Lock(), threading.Lock(), threading.Condition()
         self._news, self._gone = threading.Condition(), set[int]()  # of updates; workers that need none any more
         self._scratch: dict[Place, Tensor] = {}  # for what codes say
@@ -187,7 +191,11 @@ class Owner:
         """(the newest update, from where its codes were drawn) and the slices that are new to this worker."""
         updates = self._tallies.updates
         draw = self._manner.coding.draw("codes of weights", rank, updates)
-        return (updates, draw), self._views.newer(rank, known, draw)
+        vectors, rows = self._views.newer(rank, known, draw), self._tables.newer(known)
+        if rows:
+            which = torch.tensor([*(vectors[0].tolist() if vectors else ()), *(at for at, _ in rows)])
+            vectors = [which, *vectors[1:], *(packed for _, packed in rows)]
+        return (updates, draw), vectors
 
     # --- updates
 
@@ -204,7 +212,8 @@ class Owner:
         made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
-        self._views.note(changed, self._tallies.updates + 1)
+        self._views.note([at for at in changed if self._places[at][0] < self._dense], self._tallies.updates + 1)
+        self._tables.note(changed, self._tallies.updates + 1)
         self._tallies.delays[delay] += 1
         self._tallies.updates += 1
         return made
@@ -237,15 +246,24 @@ class Owner:
         for position, place in enumerate(places):
             left = [one for one in self._held[place] if seen not in one.seen]
             if left and number(pace):
-                gradient = self._decoded(place, words.vectors[position], draw)
+                cut = self._cutter(place, words.vectors[position], draw)
                 for one in left:
-                    part = gradient[one.start - place[1] : one.stop - place[1]]
+                    part = cut(one)
                     if one.step(part, used, number(pace), self._manner.settings[seen.turn]):
                         changed.add(position)
                     made.append((place[0], one.start, one.stop))
             for one in left:
                 one.seen[seen] = number(loss)
         return made, sorted(changed)
+
+    def _cutter(self, place: Place, vector: Tensor, draw: int) -> Callable[[SliceOptimizer], Tensor]:
+        """Of the gradient of a place, what belongs to a slice in it."""
+        some = self._held[place][0]
+        if isinstance(some, TableOptimizer):
+            rows, _ = unpacked(vector, Kind(some.width, some.weights.dtype))
+            return lambda one: one.gradient_from(rows) if isinstance(one, TableOptimizer) else vector
+        gradient = self._decoded(place, vector, draw)
+        return lambda one: gradient[one.start - place[1] : one.stop - place[1]]
 
     def _decoded(self, place: Place, vector: Tensor, draw: int) -> Tensor:
         if vector.dtype != torch.uint8:

@@ -19,18 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from unisono.comm.handing import hand_round
-from unisono.comm.reducers.owned import OwnedReducer, shared_out
+from unisono.comm.reducers.owned import OwnedReducer
 from unisono.comm.reducers.seam import Reducer
 from unisono.comm.seam import Comm
-from unisono.comm.slicing import length_of
 from unisono.core.errors import PeerLost, SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
 from unisono.parallel.gradients import Gradients
+from unisono.parallel.row_exchange import Cuts
+from unisono.parallel.served_tables import put_rows, rows_wanted, trade_rows
 from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
+from unisono.parallel.table_slices import TableOptimizer
+from unisono.parallel.views import owned_by
 from unisono.parallel.weights import Routes, room_for
 
 _MOVE_TAG = 1 << 25  # above questions and answers
@@ -57,9 +60,9 @@ class ParameterServer(AllReduce):
         push: Push = lambda owned: owned,
         carry: Make = lambda _: {},
     ) -> None:
-        self._keeps_state = keeps_state(optimizer)
         _refuse_gaps(model)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_pushing, carry)
+        self._keeps_state = keeps_state(optimizer, self._tables) or self._keeps_rows
         self.copies, self._make_push = copies, push
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
@@ -131,13 +134,8 @@ class ParameterServer(AllReduce):
         self._inherited = [Slice.from_tree(tree) for trees_of_one in trees for tree in trees_of_one]
 
     def _places(self, gradients: Gradients, membership: Membership) -> list[Place]:
-        found = []
-        for bucket, length in enumerate(gradients.layout.bucket_elements):
-            for copy in range(min(self.copies, len(membership.owners))):
-                mine = shared_out(length, membership, copy)[self.comm.rank]
-                if length_of(mine):
-                    found.append((bucket, mine.start, mine.stop))
-        return found
+        copies = range(min(self.copies, len(membership.owners)))
+        return [place for copy in copies for place in owned_by(self.comm.rank, gradients.layout, membership, copy)]
 
     def _take(self, gradients: Gradients, wanted: Sequence[Place], slices: Sequence[Slice]) -> None:
         """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
@@ -148,15 +146,14 @@ class ParameterServer(AllReduce):
         lost = False
         for place in wanted:
             bucket, start, stop = place
+            kind = TableOptimizer if layout.width(bucket) else SliceOptimizer
             found, gaps = pieces(slices, bucket, start, stop, layout)
             if gaps:
                 lost |= self._keeps_state and self._begun
                 fresh = taken_out(self.optimizer, parameters, layout, bucket, self.version)
                 found += [fresh.cut(low, high, layout) for low, high in gaps]
             held[place] = [
-                SliceOptimizer(
-                    one, self.optimizer, parameters, layout, room[place][one.start - start : one.stop - start]
-                )
+                kind(one, self.optimizer, parameters, layout, room[place][one.start - start : one.stop - start])
                 for one in found
             ]
             taken += found
@@ -236,8 +233,16 @@ class ParameterServer(AllReduce):
         buckets = self._buckets(gradients)
         for (bucket, _, _), held in self._held.items():
             for one in held:
-                if one.version == version:
+                if one.version != version:
+                    continue
+                if isinstance(one, TableOptimizer):
+                    one.step(one.gradient_from(gradients.row_sums(gradients.table(bucket))[0]), self._used)
+                else:
                     one.step(buckets[bucket][one.start : one.stop], self._used)
+
+    def _rows_wanted(self, gradients: Gradients, position: int) -> Cuts:
+        bucket = gradients.layout.slots[position].bucket
+        return rows_wanted(gradients.layout, bucket, self._membership, self.copies, self._needs_all)
 
     def _tell_norm(self) -> None:
         """Only the owners have the whole gradient."""
@@ -251,8 +256,10 @@ class ParameterServer(AllReduce):
         the weights of the step before; later, the step is made, and the loss is for the next exchange."""
         if self._needs_all:
             self._tell_norm()
+        told = trade_rows(self.comm, self._membership, self._held, gradients) if gradients.tables else []
         trade = self._routes.trade(self.comm, self._weights_held, self._buckets(gradients), _WEIGHTS_TAG)
         self._routes.put(self.comm.rank, self._weights_held, trade.rows, gradients.parameters)
+        put_rows(gradients, told, self._held)
         with contextlib.suppress(PeerLost):
             trade.end(at_once=True).wait()
 
@@ -283,8 +290,8 @@ class ParameterServer(AllReduce):
         trees = [tree for trees in hand_round(self.comm, held, range(self.comm.size), _MOVE_TAG) for tree in trees]
         slices, layout = [Slice.from_tree(tree) for tree in trees], gradients.layout
         whole = [
-            part for bucket, length in enumerate(layout.bucket_elements)
-            for part in pieces(slices, bucket, 0, length, layout)[0]
+            part for bucket in layout.buckets
+            for part in pieces(slices, bucket, 0, layout.length(bucket), layout)[0]
         ]  # fmt: skip
         put_in(self.optimizer, gradients.parameters, layout, whole)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,14 +45,22 @@ class SliceOptimizer:
         self.version, self.seen = made_of.version, dict(made_of.seen)
         self.weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
-        self._parts = {one.parameter: nn.Parameter(self.weights[one.here]) for one in self._segments}
+        self._parts = {one.parameter: nn.Parameter(self._shaped(self.weights[one.here])) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
         self._optimizer = like(optimizer)
         for position, kept in made_of.whole.items():
             here = next(one.here for one in self._segments if one.parameter == position)
             state = self._optimizer.state[self._parts[position]]
             for name, value in kept.items():
-                state[name] = made_of.vectors[name][here].clone() if value is None else _copied(value)
+                own = None if value is not None else self._shaped(made_of.vectors[name][here]).clone()
+                state[name] = _copied(value) if own is None else own
+
+    def _shaped(self, vector: Tensor) -> Tensor:
+        """A part of the slice as its optimizer sees it."""
+        return vector
+
+    def _part_of(self, gradient: Tensor, here: slice) -> Tensor:
+        return gradient[here]
 
     @property
     def bytes(self) -> int:
@@ -67,7 +75,7 @@ class SliceOptimizer:
         none, as in plain PyTorch; whether there was any other here, is returned. `settings` take the place of the
         user's."""
         for one in self._segments:
-            self._parts[one.parameter].grad = gradient[one.here] if used[one.parameter] else None
+            self._parts[one.parameter].grad = self._part_of(gradient, one.here) if used[one.parameter] else None
         self._follow_settings(pace, settings)
         self._optimizer.step()
         for part in self._parts.values():
@@ -94,7 +102,7 @@ class SliceOptimizer:
             for name, value in state.items():
                 if _is_vector(value, self._parts[one.parameter]):
                     room = vectors.setdefault(name, torch.zeros(self.stop - self.start, dtype=value.dtype))
-                    room[one.here] = value
+                    room[one.here] = value.view(-1)
                     whole.setdefault(one.parameter, {})[name] = None
                 else:
                     whole.setdefault(one.parameter, {})[name] = _copied(value)
@@ -112,7 +120,7 @@ def like(optimizer: Optimizer) -> Optimizer:
 
 
 def _is_vector(value: Any, part: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 1 and value.numel() == part.numel()
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == part.shape
 
 
 def _copied(value: Any) -> Any:
@@ -150,7 +158,7 @@ def taken_out(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Layout, bucket: int, version: int
 ) -> Slice:
     """A whole bucket with the weights of the model, and the state that the user's optimizer has for them."""
-    length = layout.bucket_elements[bucket]
+    length = layout.length(bucket)
     weights = torch.zeros(length, dtype=parameters[layout.members(bucket)[0]].dtype)
     vectors: dict[str, Tensor] = {}
     whole: Whole = {}
@@ -183,9 +191,9 @@ def put_in(optimizer: Optimizer, parameters: Sequence[nn.Parameter], layout: Lay
 # --- which optimizers can be cut
 
 
-def keeps_state(optimizer: Optimizer) -> bool:
+def keeps_state(optimizer: Optimizer, tables: Collection[int] = frozenset()) -> bool:
     """Whether it remembers anything from step to step. Raises for those that cannot be cut: two parts of a small matrix
-    must go the same way as the whole does."""
+    must go the same way as the whole does. Parameters that are `tables`, by identity, are for `keeps_rows`."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise _refusal(name, "it evaluates the loss several times a step")
@@ -193,10 +201,10 @@ def keeps_state(optimizer: Optimizer) -> bool:
     start = torch.randn(9, 30, generator=seeded)
     gradients = [torch.randn(9, 30, generator=seeded) for _ in range(_TRIAL_STEPS)]
     keeps = False
-    for group in optimizer.param_groups:
+    for group in _dense_groups(optimizer, tables):
         try:
-            whole, state, _ = _trial(optimizer, group, [start.clone()], [[gradient] for gradient in gradients])
-            parts, _, _ = _trial(
+            whole, state, _ = trial(optimizer, group, [start.clone()], [[gradient] for gradient in gradients])
+            parts, _, _ = trial(
                 optimizer,
                 group,
                 [start.view(-1)[:64].clone(), start.view(-1)[64:].clone()],
@@ -210,35 +218,46 @@ def keeps_state(optimizer: Optimizer) -> bool:
     return keeps
 
 
-def leaves_gradients(optimizer: Optimizer) -> bool:
+def _dense_groups(optimizer: Optimizer, tables: Collection[int]) -> list[dict[str, Any]]:
+    """Those that have something to do with dense gradients."""
+    return [
+        group for group in optimizer.param_groups
+        if not tables or any(id(parameter) not in tables for parameter in group["params"])
+    ]  # fmt: skip
+
+
+def leaves_gradients(optimizer: Optimizer, tables: Collection[int] = frozenset()) -> bool:
     """Whether it only reads gradients, so that they may lie in somebody else's memory. Of PyTorch's own we find out by
     trying; what others do may depend on the numbers, and a write to such memory would end the process."""
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return False
     gradients = [[torch.linspace(-1.0, 1.0, 64)] for _ in range(_TRIAL_STEPS)]
-    return all(_trial(optimizer, group, [torch.ones(64)], gradients)[2] for group in optimizer.param_groups)
+    groups = _dense_groups(optimizer, tables)
+    return all(trial(optimizer, group, [torch.ones(64)], gradients)[2] for group in groups)
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:
     """What it keeps for each element of a large matrix of that dtype. Raises whatever the trial does."""
     start = torch.zeros(64, 64, dtype=dtype)
-    _, (state,), _ = _trial(optimizer, group, [start], [[torch.ones_like(start)]])
+    _, (state,), _ = trial(optimizer, group, [start], [[torch.ones_like(start)]])
     kept = [value for value in state.values() if isinstance(value, Tensor) and value.numel() == start.numel()]
     return sum(value.element_size() for value in kept)
 
 
-def pace_of(optimizer: Optimizer) -> Callable[[float], float]:
+def pace_of(optimizer: Optimizer, tables: Collection[int] = frozenset()) -> Callable[[float], float]:
     """How the learning rate follows the size of a batch, for this kind of optimizer, so that several small updates go
     about as far as a large one: in proportion; or with the square root, where the gradient's size makes no difference
     and a small batch's noise is divided out along with it (Malladi et al. 2022)."""
-    start, gradient = torch.zeros(64), torch.ones(64)
-    once, _, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[gradient]] * _PACE_STEPS)
-    more, _, _ = _trial(optimizer, optimizer.param_groups[0], [start.clone()], [[10 * gradient]] * _PACE_STEPS)
+    start, gradient = torch.zeros(8, 8), torch.ones(8, 8)
+    if not _dense_groups(optimizer, tables):
+        gradient = gradient.to_sparse(1)
+    once, _, _ = trial(optimizer, optimizer.param_groups[0], [start.clone()], [[gradient]] * _PACE_STEPS)
+    more, _, _ = trial(optimizer, optimizer.param_groups[0], [start.clone()], [[10 * gradient]] * _PACE_STEPS)
     moved, moved_more = float(once[0].abs().sum()), float(more[0].abs().sum())
     return math.sqrt if moved_more < 5 * moved else float
 
 
-def _trial(
+def trial(
     optimizer: Optimizer, group: dict[str, Any], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
 ) -> tuple[list[Tensor], list[dict[str, Any]], bool]:
     """The parts after some steps, what the optimizer then keeps for each, and whether it left the gradients alone."""
@@ -253,8 +272,12 @@ def _trial(
         for part, gradient in zip(parts, given, strict=True):
             part.grad = gradient
         other.step()
-        left &= all(torch.equal(now, before) for now, before in zip(given, row, strict=True))
+        left &= all(torch.equal(_values(now), _values(before)) for now, before in zip(given, row, strict=True))
     return [part.detach() for part in parts], [other.state[part] for part in parts], left
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _refusal(name: str, cause: str) -> SetupError:

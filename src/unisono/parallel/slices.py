@@ -27,6 +27,8 @@ Whole = dict[int, dict[str, Any]]
 Seen = dict[tuple[int, int, int], float]
 """Pieces of the round in hand whose updates were made here, and their losses; see `clock`."""
 
+NOTHING_TOUCHED = torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -49,6 +51,7 @@ class Slice:
     vectors: dict[str, Tensor] = field(default_factory=dict)
     whole: Whole = field(default_factory=dict)
     seen: Seen = field(default_factory=dict)
+    touched: Tensor = NOTHING_TOUCHED  # of a table: numbers of rows that not all have heard of
 
     def cut(self, start: int, stop: int, layout: Layout) -> Slice:
         here = slice(start - self.start, stop - self.start)
@@ -62,19 +65,28 @@ class Slice:
             {name: vector[here] for name, vector in self.vectors.items()},
             {parameter: kept for parameter, kept in self.whole.items() if parameter in inside},
             self.seen,
+            self._touched_in(start, stop, layout),
         )
+
+    def _touched_in(self, start: int, stop: int, layout: Layout) -> Tensor:
+        width = layout.width(self.bucket)
+        if not width:
+            return self.touched
+        return self.touched[(self.touched >= start // width) & (self.touched < stop // width)]
 
     def as_tree(self) -> dict[str, Any]:
         numbers = [self.bucket, self.start, self.stop, self.version]
         seen = [[*piece, loss] for piece, loss in self.seen.items()]
         whole = list(self.whole.items())
-        return {"place": numbers, "weights": self.weights, "vectors": self.vectors, "whole": whole, "seen": seen}
+        tree = {"place": numbers, "weights": self.weights, "vectors": self.vectors, "whole": whole, "seen": seen}
+        return {**tree, "touched": self.touched} if self.touched.numel() else tree
 
     @staticmethod
     def from_tree(tree: dict[str, Any]) -> Slice:
         bucket, start, stop, version = tree["place"]
         seen: Seen = {(turn, first, last): loss for turn, first, last, loss in tree["seen"]}
-        return Slice(bucket, start, stop, version, tree["weights"], tree["vectors"], dict(tree["whole"]), seen)
+        touched = tree.get("touched", NOTHING_TOUCHED)
+        return Slice(bucket, start, stop, version, tree["weights"], tree["vectors"], dict(tree["whole"]), seen, touched)
 
 
 def segments(layout: Layout, bucket: int, start: int, stop: int) -> list[Segment]:
@@ -134,4 +146,5 @@ def _join(run: Sequence[Slice]) -> Slice:
         for name, dtype in names.items()
     }
     weights = torch.cat([part.weights for part in run])
-    return Slice(first.bucket, first.start, last.stop, first.version, weights, vectors, whole, first.seen)
+    touched = torch.cat([part.touched for part in run])
+    return Slice(first.bucket, first.start, last.stop, first.version, weights, vectors, whole, first.seen, touched)

@@ -28,14 +28,22 @@ Held = Mapping[Place, Sequence[SliceOptimizer]]
 _ALIGNMENT = 64  # elements
 
 
-def owned_by(rank: int, layout: Layout, membership: Membership) -> list[Place]:
-    """The slices of which this rank is the first owner."""
-    parts = [shared_out(count, membership)[rank] for count in layout.bucket_elements]
-    return [(bucket, part.start, part.stop) for bucket, part in enumerate(parts) if part.stop > part.start]
+def owned_by(rank: int, layout: Layout, membership: Membership, copy: int = 0) -> list[Place]:
+    """The slices of which this rank is the first owner, or a further one: dense ones, then those of tables, which are
+    cut between rows."""
+    found = []
+    for bucket, length in enumerate(layout.bucket_elements):
+        part = shared_out(length, membership, copy)[rank]
+        found.append((bucket, part.start, part.stop))
+    for bucket, (rows, width) in zip(layout.table_buckets, layout.tables, strict=True):
+        part = shared_out(rows, membership, copy, alignment=1)[rank]
+        found.append((bucket, part.start * width, part.stop * width))
+    return [place for place in found if place[2] > place[1]]
 
 
 class Views:
-    """Of one generation. `keeps`: what a worker holds is looked at again, for differences or for what comes late."""
+    """Of one generation, and of dense `places`. `keeps`: what a worker holds is looked at again, for differences or for
+    what comes late."""
 
     def __init__(self, comm: Comm, places: Sequence[Place], held: Held, coding: Coding, keeps: bool) -> None:
         self._comm, self._places, self._held, self._coding = comm, places, held, coding

@@ -29,6 +29,7 @@ from unisono.core.membership import Membership
 from unisono.core.spec import JobSpec
 from unisono.parallel.carried import Carried, Make
 from unisono.parallel.layout import Layout, ParameterInfo, pack
+from unisono.parallel.rows import tables_of
 from unisono.parallel.streaming import fragments_of
 from unisono.parallel.sums import wide
 
@@ -50,7 +51,7 @@ class Adding:
     ) -> None:
         is_auto = read(spec.compress).name == "auto"
         self._compression = NONE if is_auto else parse_codec(spec.compress)
-        self._spec, self.carried = spec, None
+        self._spec, self.carried, self._tables = spec, None, tables_of(model)
         self._parameters, self._wide_sums, self._parts = list(model.named_parameters()), wide_sums, fragments
         self._lay_out()
         if is_auto or self.is_compressed:
@@ -109,7 +110,13 @@ class Adding:
         self._dtypes = [wide(p.dtype) if self._wide_sums else p.dtype for _, p in self._trained]
         fragments = fragments_of([p.numel() for _, p in self._trained], self._parts if self._trained else 0)
         self._layout: Layout = pack(
-            ParameterInfo(name, p.numel(), dtype.itemsize, f"{dtype} {p.device} {fragment}")
+            ParameterInfo(
+                name,
+                p.numel(),
+                dtype.itemsize,
+                f"{dtype} {p.device} {fragment}",
+                p.shape[1] if id(p) in self._tables else 0,
+            )
             for (name, p), dtype, fragment in zip(self._trained, self._dtypes, fragments, strict=True)
         )
         self._shapes_in: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by bucket

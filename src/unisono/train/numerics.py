@@ -19,6 +19,7 @@ from unisono.core.errors import SetupError
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.mesh import INNER, Mesh
 from unisono.parallel.read_back import read_back
+from unisono.parallel.rows import tables_of
 from unisono.train.options import Clip
 
 ONE_RANK = Mesh()
@@ -144,6 +145,12 @@ class Update:
     def __init__(self, model: nn.Module, clip: Clip | None, l1: float) -> None:
         if l1 < 0:
             raise SetupError(f"l1={l1} would reward large weights", do="give l1 as 0 or above")
+        if l1 and tables_of(model):
+            raise SetupError(
+                f"l1={l1} and an embedding with sparse=True do not go together",
+                cause="L1 draws every weight towards zero in every step, and only touched rows should move",
+                do="leave out l1, add a term for the rows of the batch to the loss, or use sparse=False",
+            )
         self.model, self.l1 = model, l1
         self.norm, self.value = (clip.norm, clip.value) if clip else (None, None)
         self.norm_of_all: Callable[[], float] | None = None  # where ranks hold parts of the model
@@ -162,7 +169,7 @@ class Update:
     def __call__(self) -> None:
         if not self.l1 and self.value is None and self.norm is None:
             return
-        with_gradient = [p for p in self.model.parameters() if p.grad is not None]
+        with_gradient = [_dense(p) for p in self.model.parameters() if p.grad is not None]
         if self.l1:
             for parameter in with_gradient:
                 assert parameter.grad is not None
@@ -176,6 +183,16 @@ class Update:
         elif self.norm is not None:
             # Norms per parameter, then one over them in parameter order: a fixed order on every worker.
             self.norm_reading = read_back(nn.utils.clip_grad_norm_(with_gradient, self.norm))
+
+
+def _dense(parameter: Tensor) -> Tensor:
+    """Something with the same gradient in memory; of a table, the rows that there are."""
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        return parameter
+    values = parameter.grad._values()
+    stand_in = values.detach()
+    stand_in.grad = values
+    return stand_in
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> int:

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.comm.codecs import Compression, parse_codec
+from unisono.comm.codecs import NONE, Compression, parse_codec
 from unisono.comm.seam import Comm
 from unisono.core import seeds
-from unisono.core.errors import SetupError
+from unisono.core.errors import SetupError, SparseGradient
 from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel import STRATEGIES
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.grouped import Grouped
 from unisono.parallel.local import Local, LocalSteps
+from unisono.parallel.rows import tables_of
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.streaming import Streaming
 from unisono.train.adding import Adding
@@ -65,6 +66,8 @@ def open_strategy(
 ) -> AllReduce | Local:
     """`trained` is the model that computes; `request.model` what is added up of it here."""
     local = request.local
+    if tables_of(request.model):
+        _refuse_for_tables(context.spec, spec, request, device)
     if context.spec.strategy == "ps":
         return _servers(context, request, spec, comm, device, update)
     way = "direct" if replica and context.spec.comm == "auto" else context.spec.comm
@@ -159,6 +162,25 @@ def _refuse_codes(compress: str) -> None:
             cause="what a codec would save is predicted for all-reduce, not for pushes to servers",
             do="name a codec, such as --compress int8, or leave out --strategy ps",
         )
+
+
+def _refuse_for_tables(run: RunSpec, spec: JobSpec, request: Request, device: torch.device) -> None:
+    """What does not go together with embeddings whose gradients are rows."""
+    compression = NONE if spec.compress == "auto" else parse_codec(spec.compress)
+    cures = {
+        "local steps": (request.local is not None, "replicas send whole differences of their weights"),
+        f"--mesh {run.mesh}": (bool(run.mesh), "parts of a model have dense gradients only"),
+        f"--device {device.type}": (device.type != "cpu", "rows are added up on CPUs only"),
+        "--delayed compensate": (run.delayed == "compensate", "servers would keep a table for every worker"),
+        f"--compress {spec.compress}": (compression.clip is not None, "rows travel as they are, and are not clipped"),
+    }
+    for what, (asked, cause) in cures.items():
+        if asked:
+            raise SparseGradient(
+                f"an embedding with sparse=True and {what} do not go together",
+                cause=cause,
+                do=f"build it with sparse=False, or leave out {what}",
+            )
 
 
 def _strategy(request: Request) -> Callable[..., AllReduce | Local]:

@@ -26,10 +26,10 @@ _NOTHING = slice(0, 0)
 _ALIGNMENT = 64  # elements: what is computed of a slice is computed in the same steps as of the whole
 
 
-def shared_out(length: int, membership: Membership, copy: int = 0) -> tuple[slice, ...]:
+def shared_out(length: int, membership: Membership, copy: int = 0, alignment: int = _ALIGNMENT) -> tuple[slice, ...]:
     """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on."""
     owners = membership.owners
-    cut = slices(length, len(owners), _ALIGNMENT)
+    cut = slices(length, len(owners), alignment)
     place = {rank: (number - copy) % len(owners) for number, rank in enumerate(owners)}
     return tuple(cut[place[rank]] if rank in place else _NOTHING for rank in range(len(membership.members)))
 
