@@ -148,6 +148,11 @@ class _Keys:
         return (_Key(self.epoch, step, microbatch, self) for step in self.steps for microbatch in self.mine)
 
 
+def _one(epoch: int, step: int, microbatch: int) -> _Key:
+    """A microbatch of which nobody knows what comes after it."""
+    return _Key(epoch, step, microbatch, _Keys(epoch, range(step, step + 1), range(microbatch, microbatch + 1)))
+
+
 @dataclass
 class _Asked:
     """What the loader processes are asked for next: torch's sampler, whose content we change between epochs."""
@@ -223,8 +228,11 @@ class MapLoader:
 
     def batch(self, epoch: int, step: int, microbatch: int) -> Any:
         """Any one microbatch, read in this process."""
-        one = _Keys(epoch, range(step, step + 1), range(microbatch, microbatch + 1))
-        return self._fetch.fetch(_Key(epoch, step, microbatch, one))
+        return self._fetch.fetch(_one(epoch, step, microbatch))
+
+    def ahead(self, epoch: int, places: Iterable[tuple[int, int]]) -> Iterator[Any]:
+        """The microbatches at these places, each a step and a microbatch of it, read ahead by the loader processes."""
+        return self._batches(_one(epoch, *place) for place in places)
 
     def _batches(self, keys: Iterable[_Key | _Probe]) -> Iterator[Any]:
         if not self.data.loader_processes:
