@@ -2,6 +2,7 @@
 
 python examples/04_own_loop.py
 unisono run examples/04_own_loop.py --workers 2
+unisono run examples/04_own_loop.py --workers 2 --strategy ps
 """
 
 import torch

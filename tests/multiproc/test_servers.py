@@ -311,7 +311,7 @@ unisono.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     [
         ("fit(optimizer=torch.optim.LBFGS)", (), ["LBFGS cannot run on parameter servers", "several times a step"]),
         ("fit(optimizer=torch.optim.Adafactor)", (), ["Adafactor cannot run on parameter servers", "depends on"]),
-        (OWN_LOOP, (), ["--strategy ps and a loop of one's own"]),
+        (OWN_LOOP, ("--staleness", "1"), ["--staleness and a loop of one's own", "--staleness 0", "kvstore"]),
         ("fit()", ("--compress", "auto"), ["--strategy ps and --compress auto", "predicted", "--compress int8"]),
         ("fit()", ("--staleness", "1", "--compress", "powersgd:2"), ["powersgd:2 cannot be used", "whole matrices"]),
         ("fit(nn.Linear(4, 2).double())", ("--staleness", "1", "--compress", "int8"), ["codecs are for float32"]),

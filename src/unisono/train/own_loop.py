@@ -334,7 +334,11 @@ class OwnLoop:
         """Instead of ``optimizer.step()``. Updates after the step's last microbatch, and says whether it did."""
         if self._pending is None:
             return False
-        self._apply()
+        try:
+            self._apply()
+        except PeerLost as lost:  # while weights came from servers: the step is done again, or taken from the others
+            self._reform(lost)
+            return False
         return True
 
     def _apply(self) -> None:

@@ -104,8 +104,16 @@ def open_strategy(
 def _servers(
     context: Context, request: Request, spec: JobSpec, comm: Comm, device: torch.device, update: Update
 ) -> ParameterServer:
+    bound, copies = context.spec.bound, context.spec.copies or 1
+    if bound != 0 and not request.has_end:
+        raise SetupError(
+            "--staleness and a loop of one's own do not go together",
+            cause="who computes what is decided on the way, so run.step() would mean another step on every worker, and "
+            "servers would make updates between two of them without what the loop sets, such as a schedule",
+            do="use --staleness 0; or unisono.Trainer; or, where the loop itself pushes and pulls, "
+            'unisono.kvstore("dist_async")',
+        )
     refusals = {
-        "a loop of one's own": not request.has_end,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
         f"--comm {context.spec.comm}": context.spec.comm not in ("auto", "direct"),
@@ -122,7 +130,6 @@ def _servers(
         update,
         lambda microbatch: seeds.derive(spec.seed, "forward", *microbatch.place),
     )
-    bound, copies = context.spec.bound, context.spec.copies or 1
     if bound == 0:
         adding = Adding("direct", spec, request.model, device, context.emit)
         served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
