@@ -31,6 +31,7 @@ from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding, Outgoing
 from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
+from unisono.parallel.owing import Debts
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.round_words import bounds, by_number, flags, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
@@ -71,7 +72,7 @@ class Asynchronous(ParameterServer):
         self.bound, self.delayed, self.fresh, self.emit = bound, delayed, fresh, emit
         self.settings_ahead: SettingsAhead = _as_they_are
         self._coding = Coding(compression, seed)
-        self._outgoing = Outgoing(self.comm, self._coding)
+        self._outgoing, self._debts = Outgoing(self.comm, self._coding), Debts(emit)
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer, self._tables)
         self._leaves_gradients = leaves_gradients(self.optimizer, self._tables)
@@ -93,6 +94,14 @@ class Asynchronous(ParameterServer):
             self._rooms = [Room() for _ in membership.members]
             self._holdings, self._views = Holdings(membership), None
             self._ask_what_was_seen(membership)
+            if self._coding.feedback:
+                self._debts.settle(self.comm, membership, self._outgoing, f"in round {self.version + 1}")
+
+    def hand_over(self, leaves: bool) -> None:
+        """Residuals too: another worker's codes say what those of the one that leaves could not."""
+        super().hand_over(leaves)
+        if self._coding.feedback:
+            self._debts.part(self.comm, self._membership, self._outgoing, leaves)
 
     def _break_round(self) -> None:
         """The threads of a round end with its generation."""
@@ -298,7 +307,7 @@ class Asynchronous(ParameterServer):
         rows = [gradients.packed_rows(*place) for place in places if place[0] >= len(buckets)]
         dense = places[: len(places) - len(rows)]
         if rank == self.comm.rank:
-            return [*(buckets[bucket][start:stop] for bucket, start, stop in dense), *rows]
+            return [*(self._outgoing.whole(place, buckets[place[0]]) for place in dense), *rows]
         return [*(self._outgoing.coded(place, buckets[place[0]], draw) for place in dense), *rows]
 
     # --- the end of a round

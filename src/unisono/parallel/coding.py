@@ -10,6 +10,7 @@ are: a code is the one that consists of bytes. Called by `asynchronous`, `owner`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,20 @@ class Outgoing:
         """Whether something has not been said yet."""
         return any(bool(residual.present.any()) for residual in self._residuals.values())
 
+    def owed(self) -> dict[str, Any]:
+        """All that has not been said yet, for somebody else to say."""
+        return {"pace": self._pace, "residuals": [[number, one.present] for number, one in self._residuals.items()]}
+
+    def forget(self) -> None:
+        """Somebody else says it."""
+        self._residuals = {}
+
+    def take_over(self, owed: dict[str, Any]) -> None:
+        """What another worker could not say is said along with our own, counted by its own learning rate."""
+        for number, present in owed["residuals"]:
+            own = self._residuals.setdefault(number, Residual(torch.zeros_like(present), torch.zeros_like(present)))
+            own.present.add_(present, alpha=owed["pace"] / self._pace)
+
     def begin(self, piece: tuple[int, int, int], buckets: Sequence[Tensor], layout: Layout, pace: float) -> None:
         """Before the slices of one push. Codes of the one before may have left something between parameters."""
         self.under_way = piece
@@ -127,7 +142,7 @@ class Outgoing:
         number, start, stop = place
         values = bucket[start:stop]
         if not self._coding.codes(values):
-            return values
+            return self.whole(place, bucket)
         code, length = self._codes.get(place), self._coding.code_length(stop - start)
         if code is None:
             code = self._codes[place] = empty_for(self._comm, length, torch.uint8, values.device)
@@ -137,6 +152,16 @@ class Outgoing:
             residual = Residual(whole.present[start:stop], whole.next[start:stop])
         self._coding.encode_gradient(values, code, residual, draw)
         return code
+
+    def whole(self, place: Place, bucket: Tensor) -> Tensor:
+        """A slice that needs no code, with all that is owed of it: from before it was ours, or taken over."""
+        number, start, stop = place
+        values = bucket[start:stop]
+        if number in self._residuals:
+            residual = self._residuals[number]
+            values += residual.present[start:stop]
+            residual.next[start:stop] = 0.0
+        return values
 
     def made(self, places: Iterable[Place]) -> None:
         """The update under way was made there."""

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the codes of a worker have not said when it stops to compute: another says it, or its loss is told."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from racing_rounds import MICROBATCHES, TURNS, WEIGHT, Replica, team
+from ranks import in_threads, network
+from torch import Tensor
+
+from unisono.comm.codecs import parse_codec
+from unisono.core import events
+from unisono.core.membership import Membership
+
+pytestmark = pytest.mark.usefixtures("one_thread_each")
+
+ROWS = 2_000  # wide enough for codes
+
+
+def changing(before: Membership, after: Membership, leaving: int | None) -> tuple[list[Any], list[events.Notice]]:
+    """A round of each team; `leaving` hands over what it holds. Of all who are left: (weights, what is unsaid)."""
+    told: list[events.Notice] = []
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.Notice):
+            told.append(event)
+
+    with network("threads", 15) as net:
+        comms = net.comms(before.members)
+
+        def life(number: int) -> tuple[Tensor, Tensor] | None:
+            comm = comms[number]
+            replica = Replica(comm, None, rounds=2, rows=ROWS, compression=parse_codec("topk:0.01"), emit=hear)
+            comm.reconfigure(before)
+            replica.strategy.configure(before)
+            replica.round(before, 0)
+            owes = replica.strategy._outgoing.owes
+            assert owes == (comm.rank in before.workers)
+            if leaving is not None:
+                replica.strategy.hand_over(number == leaving)
+                assert not (number == leaving and replica.strategy._outgoing.owes), "it is with another now"
+            if number not in after.members:
+                return None
+            replica.strategy.configure(None)
+            comm.reconfigure(after)
+            replica.strategy.configure(after)
+            assert comm.rank in after.workers or not replica.strategy._outgoing.owes
+            replica.round(after, 1)
+            replica.strategy.close()
+            return replica.model.weight.detach().clone(), replica.unsaid
+
+        found = in_threads([partial(life, number) for number in before.members], 40)
+    return [one for one in found if one is not None], told
+
+
+def everything(found: list[Any]) -> Tensor:
+    """What the weights would be if all had been said: by microbatch, on every row the same."""
+    return found[0][0] + torch.stack([unsaid for _, unsaid in found]).sum(0)
+
+
+CHANGES = {
+    "a worker leaves": (team(1, [0, 1], [2, 3]), team(2, [0], [2, 3]), 1),
+    "the first worker leaves": (team(1, [0, 1, 4], [2]), team(2, [1, 4], [2]), 0),
+    "a worker begins to serve": (team(1, [0, 1], [2]), team(2, [0], [1, 2]), None),
+    "a worker leaves that owns slices": (team(1, [0, 1, 2]), team(2, [0, 2]), 1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_codes_have_not_said_is_said_by_another(name: str) -> None:
+    found, told = changing(*CHANGES[name])
+    whole = everything(found)
+    torch.testing.assert_close(whole, torch.full_like(whole, WEIGHT), rtol=1e-4, atol=1e-5)
+    assert whole.shape == (ROWS, 2 * TURNS * MICROBATCHES)
+    assert not told
+
+
+def test_what_a_worker_owed_that_died_is_lost_and_told_once() -> None:
+    found, told = changing(team(1, [0, 1], [2]), team(2, [0], [2]), None)
+    assert float(everything(found).sum()) < 0.99 * WEIGHT * ROWS * 2 * TURNS * MICROBATCHES
+    (notice,) = told
+    assert notice.code == "carried-lost"
+    assert "worker 1 had not sent yet was lost" in notice.text
