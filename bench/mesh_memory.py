@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory a rank holds when several share a model (fsdp), beside what it should be.
 
-python bench/mesh_memory.py        # about ten minutes on two cores; --quick only shows that it works
+python bench/mesh_memory.py                 # about ten minutes on two cores; --quick only shows that it works
+python bench/mesh_memory.py --part price    # what recomputation and offloading save, and what they cost
 
 A decoder of 85 million parameters in float32 with AdamW, built on the meta device, one replica, one microbatch.
 Measured: the resident memory of each rank as the kernel counts it, minus that of the same program with a tiny model.
-Predicted: at rest 1/n of weights, gradients and optimizer state; at the peak of a step one unit (a layer) more, with
-ZeRO 1 and 2 the weights whole. Goal: fsdp=4 holds at most 1/4 of weights, gradients and optimizer state plus one layer.
+Sequences have two tokens, so that hardly any of it is activations. Predicted: at rest 1/n of weights, gradients and
+optimizer state; at the peak of a step one block more, with ZeRO 1 and 2 the weights whole. Goal: fsdp=4 holds at most
+1/4 of weights, gradients and optimizer state plus one layer (a block of the decoder).
+
+The price: a smaller decoder on long sequences, mostly activations, with each remedy in turn.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from measure import BENCH, clean_up_on_sigterm, describe_setting, median, note, run, save, setting, table
 
@@ -28,26 +34,43 @@ TIMEOUT_S = 900.0
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 
 
+GOAL = 'fsdp=4, unit="layer"'
+PRICE_WIDTH, PRICE_LAYERS = 384, 6
+
+
 @dataclass(frozen=True)
 class Case:
     name: str
     ranks: int
     zero: int = 3
     environment: dict[str, str] = field(default_factory=dict)
+    unit: str = "block"
+    remedy: tuple[str, ...] = ()
+    batch: int = 4
+    length: int = 2
 
     @property
     def options(self) -> list[str]:
         sharing = ["--zero", str(self.zero)] if self.ranks > 1 else []
-        return ["--mesh", f"dp=1,fsdp={self.ranks}", *sharing]
+        return ["--mesh", f"dp=1,fsdp={self.ranks}", *sharing, *self.remedy]
+
+    @property
+    def arguments(self) -> list[str]:
+        return ["--unit", self.unit, "--batch", str(self.batch), "--length", str(self.length)]
 
 
 CASES = (
     Case("1 rank", 1),
     Case("fsdp=2", 2),
     Case("fsdp=4", 4),
+    Case(GOAL, 4, unit="layer"),
     Case("fsdp=4, --zero 2", 4, 2),
     Case("fsdp=4, --zero 1", 4, 1),
     Case("fsdp=4, freed memory kept as on one rank", 4, 3, KEPT),
+)
+PRICED = tuple(
+    Case(" ".join(remedy) or "nothing", 2, remedy=remedy, batch=32, length=LENGTH)
+    for remedy in ((), ("--recompute", "selective"), ("--recompute", "full"), ("--offload",))
 )
 
 
@@ -89,6 +112,7 @@ class Held:
     peak: float  # at most, during a step
     cpu_s: float  # of all ranks together, for a step
     faults: float  # pages that were touched anew, of all ranks, in a step
+    wall_s: float  # of a step
 
 
 def measure(case: Case, size: Size, steps: int) -> Held:
@@ -97,6 +121,7 @@ def measure(case: Case, size: Size, steps: int) -> Held:
         script = ["-m", "unisono.cli", "run", str(BENCH / "workload_mesh_memory.py"), "--run-dir", str(folder / "run")]
         fixed = ["--microbatches", "1", "--checkpoint-every", "never", "--verify-every", "0", "--noise-every", "0"]
         asked = ["--width", str(size.width), "--layers", str(size.layers), "--steps", str(steps), "--out", name]
+        asked += case.arguments
         run([sys.executable, *script, *fixed, *case.options, "--", *asked], TIMEOUT_S, case.environment)
         found = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     assert len(found) == case.ranks, f"{len(found)} of {case.ranks} ranks have written what they held"
@@ -111,6 +136,7 @@ def measure(case: Case, size: Size, steps: int) -> Held:
         peak=max(median([row["peak"] for row in rows[2:]]) for rows in ranks),
         cpu_s=grown("cpu_s"),
         faults=grown("faults"),
+        wall_s=median([row["at_s"] - before["at_s"] for before, row in pairwise(ranks[0][1:])]),
     )
 
 
@@ -139,21 +165,59 @@ def mib(count: float) -> str:
 
 
 def verdicts(size: Size, found: dict[str, tuple[Held, Held]]) -> list[str]:
-    held, base = found["fsdp=4"]
     goal = size.state / 4 + size.unit
     lines = []
-    for word, value in (("after a step", held.rest - base.rest), ("at the peak of a step", held.peak - base.peak)):
-        met = "met" if value <= goal else f"missed by {(value - goal) / size.unit:.1f} layers"
-        lines.append(f"- fsdp=4 {word}: {mib(value)} MiB of {mib(goal)} ({met})")
+    for name in ("fsdp=4", GOAL):
+        held, base = found[name]
+        for word, value in (("after a step", held.rest - base.rest), ("at the peak of a step", held.peak - base.peak)):
+            met = "met" if value <= goal else f"missed by {(value - goal) / size.unit:.1f} layers"
+            lines.append(f"- {name} {word}: {mib(value)} MiB of {mib(goal)} ({met})")
     return lines
+
+
+def price(where: dict[str, Any], quick: bool) -> None:
+    """Each remedy beside none, in turns, and the median of its steps."""
+    size, steps = Size(64 if quick else PRICE_WIDTH, 2 if quick else PRICE_LAYERS), 3 if quick else 6
+    found: dict[str, list[Held]] = {case.name: [] for case in PRICED}
+    for _ in range(1 if quick else 3):
+        for case in PRICED:
+            note(f"{case.name} ...")
+            found[case.name].append(measure(case, size, steps))
+
+    def of(name: str, key: str) -> float:
+        return median([getattr(held, key) for held in found[name]])
+
+    rows = []
+    for case in PRICED:
+        saved = of("nothing", "peak") - of(case.name, "peak")
+        paid = [f"{of(case.name, key) / of('nothing', key) - 1:+.0%}" for key in ("cpu_s", "wall_s")]
+        rows.append([case.name, mib(of(case.name, "peak")), mib(saved), f"{of(case.name, 'cpu_s'):.2f}", *paid])
+    header = ["fsdp=2", "peak, MiB a rank", "saved, MiB", "CPU s a step, all", "CPU time paid", "time paid"]
+    fact = (
+        f"- model: {size.weights // BYTES / 1e6:.1f} M parameters in float32, {size.layers} blocks; "
+        f"{PRICED[0].batch} sequences of {LENGTH} tokens a step, shared by two ranks"
+    )
+    method = "- method: VmHWM of the rank that holds most, the program included; medians of steps and of three turns"
+    text = "\n".join(
+        [f"# The price of memory, {where['date'][:10]}", "", describe_setting(where), fact, method, "",
+         table(header, rows)]
+    )  # fmt: skip
+    print(text)
+    values = {name: [vars(held) for held in turns] for name, turns in found.items()}
+    note(f"saved as {save('mesh_price', {'setting': where, 'found': values}, text, quick).relative_to(BENCH.parent)}")
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Memory of ranks that share a model.")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it works")
-    quick = parser.parse_args(arguments).quick
+    parser.add_argument("--part", choices=("held", "price"), default="held")
+    options = parser.parse_args(arguments)
+    quick = options.quick
     clean_up_on_sigterm()
     where = setting("mesh_memory.py", arguments)
+    if options.part == "price":
+        price(where, quick)
+        return
     size, tiny = Size(128 if quick else WIDTH, 2 if quick else LAYERS), Size(TINY_WIDTH, 1)
     steps = 3
     found: dict[str, tuple[Held, Held]] = {}

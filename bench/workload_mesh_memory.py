@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch.utils.data import TensorDataset
 import unisono
 from models import Decoder, DecoderShape, sequences, token_loss
 
-BATCH, LENGTH = 4, 16  # sequences of a step over all ranks, and their tokens: few, so that activations are small
 _FIELDS = {"VmRSS": "now", "VmHWM": "peak"}
 
 
@@ -32,7 +32,8 @@ def resident() -> dict[str, float]:
     found: dict[str, float] = {_FIELDS[key]: int(rest.split()[0]) << 10 for key, _, rest in lines if key in _FIELDS}
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return found | {"cpu_s": used.ru_utime + used.ru_stime, "faults": used.ru_minflt}
+    times = {"cpu_s": used.ru_utime + used.ru_stime, "at_s": time.monotonic()}
+    return found | times | {"faults": used.ru_minflt}
 
 
 class Scales(unisono.Callback):
@@ -54,8 +55,8 @@ class Scales(unisono.Callback):
         (self.out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def short(data: TensorDataset) -> TensorDataset:
-    return TensorDataset(*(tensor[:, :LENGTH].contiguous() for tensor in data.tensors))
+def short(data: TensorDataset, length: int) -> TensorDataset:
+    return TensorDataset(*(tensor[:, :length].contiguous() for tensor in data.tensors))
 
 
 def main() -> None:
@@ -63,6 +64,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--unit", default="block", help="what is put together at once: block or layer")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step, over all ranks")
+    parser.add_argument("--length", type=int, default=2, help="their tokens")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     with torch.device("meta"):
@@ -71,9 +75,10 @@ def main() -> None:
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4),
         loss=token_loss,
-        data=short(sequences(BATCH * options.steps)),
-        batch_size=BATCH,
+        data=short(sequences(options.batch * options.steps), options.length),
+        batch_size=options.batch,
         max_steps=options.steps,
+        parallel=unisono.Parallel(unit=options.unit),
         callbacks=[Scales(options.out)],
     ).fit()
 

@@ -47,7 +47,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
     ("mesh", "arguments"),
     [
         ("fsdp=2", ()),
-        ("fsdp=3", ("tied",)),
+        ("fsdp=3", ("tied", "unit='layer'")),
         ("fsdp=2", ("zero=1",)),
         ("fsdp=2", ("zero=2", "meta")),
         ("tp=2", ()),
@@ -63,7 +63,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("dp=2,pp=2", ()),
         ("fsdp=2,tp=2", ("tied",)),
         ("fsdp=2,pp=2", ("tied",)),
-        ("dp=2,fsdp=2,tp=2", ()),
+        ("dp=2,fsdp=2,tp=2", ("unit='layer'",)),
         ("dp=2,pp=2,tp=2", ("tied",)),
     ],
     ids=str,
@@ -120,6 +120,7 @@ def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path
         ("pp=8", ("schedule='gpipe'",), ("8 stages", "7 layers")),
         ("fsdp=8", (), ("8 ranks share a microbatch of 4 samples",)),
         ("pp=2", ("schedule='fastest'",), ("fastest",)),
+        ("fsdp=2", ("unit='matrix'",), ("'matrix'", "block, layer")),
         ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
     ],
 )

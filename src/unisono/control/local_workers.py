@@ -31,7 +31,7 @@ _READ_BYTES = 1 << 16
 _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
 # Ranks that share a model do so for want of memory: layers that come and go between what stays would leave gaps of
 # several times what is in use.
-_GIVE_FREED_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(8 << 20)}
+_GIVE_FREED_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 _COMPILER, _CUTTING = "torch._dynamo", "unisono.train.cutting"  # slow to load, and seldom needed
 _LAST_WORDS_BYTES = 8000
 _LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160

@@ -26,7 +26,7 @@ from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
 from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
 from unisono.parallel.pipeline_layers import Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
-from unisono.parallel.sharded import give_back, shard
+from unisono.parallel.sharded import UNITS, give_back, shard
 from unisono.parallel.shards import NO_CUTS, Shards
 from unisono.parallel.tensor_plan import TensorPlan, plan_for
 from unisono.train.options import Parallel
@@ -105,7 +105,7 @@ class Cutting:
             return self._pipelined(model, meshes, device, make, loss, cuts, ways)
         before_update: Callable[[], None] = _nothing
         if self.mesh.fsdp > 1:
-            shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make)
+            shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
             before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
         return Cut(model, Shards(model, cuts, ways), None, before_update, scope)
 
@@ -133,7 +133,7 @@ class Cutting:
             device=device,
         )
         for stage in pipeline.stages.values() if self.mesh.fsdp > 1 else ():
-            shard(stage, meshes["fsdp"], self.asked.zero, self.asked.offload, make)
+            shard(stage, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
         make(pipeline.module)
         pipeline.module.to(device)
         pipeline.module.follow()
@@ -153,6 +153,8 @@ def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example:
             f"fsdp={mesh.fsdp} ranks share a microbatch of {samples} samples, so some would compute nothing",
             do=f"raise the batch size, lower --microbatches, or use fsdp={max(1, samples)} or less",
         )
+    if asked.unit not in UNITS:
+        raise SetupError(f"Parallel(unit={asked.unit!r}) is not known", do=f"take one of {', '.join(UNITS)}")
     tensors = plan_for(model, mesh.tp, dict(asked.plan)) if mesh.tp > 1 else None
     if tensors is not None:
         tensors.require(asked.sequence, asked.loss)

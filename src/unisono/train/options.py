@@ -66,11 +66,12 @@ class EarlyStop:
 class Parallel:
     """How the ranks of a replica share a model, where ``--mesh`` gives it several.
 
-    `zero` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule` and `chunks` for
-    pp. What the command says comes before what is said here.
+    `zero`, `unit` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule` and
+    `chunks` for pp. What the command says comes before what is said here.
     """
 
     zero: Literal[1, 2, 3] = 3
+    unit: Literal["block", "layer"] = "block"  # what is whole at once
     offload: bool = False
     plan: Mapping[str, str] = field(default_factory=dict)  # name pattern to columns, rows, sequence or whole
     sequence: bool = False

@@ -22,7 +22,7 @@ from unisono.core.errors import NothingTrained, ScriptFailed
 from unisono.core.mesh_choice import Needs
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
-from unisono.parallel.sharded import units
+from unisono.parallel.sharded import layers_in, units
 from unisono.parallel.slice_optimizer import state_bytes
 from unisono.train.context import Context, set_current
 from unisono.train.job import Request
@@ -73,20 +73,20 @@ def _told(error: BaseException | None) -> dict[str, Any]:
 def needs_of(spec: RunSpec, request: Request) -> Needs:
     model, optimizer = request.model, request.optimizer
     parameters = {id(p): p for p in model.parameters()}
-    blocks = [_bytes(dict.fromkeys(model.get_submodule(name).parameters())) for name in units(model)]
+    asked = what_is_asked(spec, request.parallel)
+    at_once = [part for name in units(model) for part in _at_once(model.get_submodule(name), asked.unit)]
     inside = {id(p): p for name in units(model) for p in model.get_submodule(name).parameters()}
     dtypes: dict[str, int] = {}
     for parameter in parameters.values():
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + _bytes([parameter])
     state, assumed = _state_of(optimizer)
-    asked = what_is_asked(spec, request.parallel)
     return Needs(
         parameters=sum(p.numel() for p in parameters.values()),
         weights=_bytes(parameters.values()),
         gradients=_bytes(p for p in parameters.values() if p.requires_grad),
         state=state,
-        unit=max(blocks, default=0),
+        unit=max((_bytes(dict.fromkeys(part.parameters())) for part in at_once), default=0),
         rest=_bytes(p for key, p in parameters.items() if key not in inside),
         optimizer=type(optimizer).__name__,
         assumed=assumed,
@@ -97,6 +97,11 @@ def needs_of(spec: RunSpec, request: Request) -> Needs:
         offload=asked.offload,
         gpus=() if spec.device == "cpu" else _gpus(),
     )
+
+
+def _at_once(block: nn.Module, unit: str) -> list[nn.Module]:
+    layers = [block.get_submodule(name) for name in layers_in(block)] if unit == "layer" else []
+    return layers or [block]
 
 
 def _bytes(parameters: Any) -> int:
