@@ -99,3 +99,27 @@ def test_replicas_join_and_leave_while_it_runs(tmp_path: Path, calm) -> None:
         finished = hurry_to_the_end(run, tmp_path)
     assert finished.weights_sha256 == calm("fsdp=2")
     assert any(worker == 1 for worker, _ in removed(finished))
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, calm) -> None:
+    """Not the first one's line, which waits for it."""
+    script = SCRIPT.read_text().replace(
+        "        keep_pace()\n",
+        "        keep_pace()\n"
+        "        if torch.distributed.get_rank() == 1 and Path('hang').exists():\n"
+        "            with contextlib.suppress(FileNotFoundError):\n"
+        "                Path('hang').unlink()\n"
+        "                time.sleep(600)  # STUCK\n",
+    )
+    set_pace(tmp_path, 0.02)
+    options = ("--mesh", "dp=2,fsdp=2", *FOUR, "--hang-after", "2")
+    with start_unisono(script, tmp_path, *options, workers=None, script_args=ARGUMENTS) as run:
+        run.wait_for_steps(3)
+        (tmp_path / "hang").touch()
+        run.until(lambda: run.events_of(events.Diagnosed), "the hang to be found")
+        finished = hurry_to_the_end(run, tmp_path)
+    assert finished.weights_sha256 == calm("fsdp=2")
+    (found,) = finished.events_of(events.Diagnosed)
+    where = found.failure["where"]
+    assert where.startswith("it is waiting for its rank 1, for"), where
+    assert "STUCK" in where, where

@@ -138,3 +138,33 @@ def test_of_a_crash_the_thread_that_crashed_counts_first(current: str, main: str
 
 def test_a_stack_in_a_log_without_a_crash_is_none() -> None:
     assert stacks.crash_line('Thread 0x1 (most recent call first):\n  File "/old.py", line 1 in old\n') == ""
+
+
+def stack(*lines: str) -> str:
+    """As faulthandler writes it, the innermost first; the main thread is the last."""
+    frames = "".join(f'  File "{file}", line 7 in work\n' for file in lines)
+    return f'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 1 in wait\n\nThread 0x2:\n{frames}'
+
+
+WAITS = stack("/site/torch/distributed/distributed_c10d.py", "/me/train.py")
+WAITS_TOO = stack("/site/torch/_ops.py", "/site/torch/distributed/_functional_collectives.py", "/me/train.py")
+COMPUTES = stack("/me/train.py", "/site/torch/distributed/pipelining/stage.py")
+
+
+@pytest.mark.parametrize(
+    ("first", "others", "late"),
+    [
+        (WAITS, {1: COMPUTES}, 1),
+        (WAITS, {1: WAITS_TOO, 2: COMPUTES, 3: COMPUTES}, 2),
+        (WAITS_TOO, {1: WAITS, 2: ""}, 2),  # no answer: stopped, or in native code
+        (COMPUTES, {1: WAITS}, 0),
+        (COMPUTES, {1: COMPUTES}, 0),
+        (WAITS, {1: WAITS_TOO}, 0),
+        (WAITS, {}, 0),
+        ("", {1: COMPUTES}, 0),
+    ],
+)
+def test_the_rank_that_keeps_its_replica_waiting_is_the_one_that_does_not_wait(
+    first: str, others: dict[int, str], late: int
+) -> None:
+    assert stacks.late_rank(first, others) == late

@@ -144,7 +144,8 @@ class Host:
             worker.signal(signal.SIGKILL)
 
     def _examine(self, number: int) -> None:
-        """In which line of the user's is it? Its loader processes are asked too: it may be waiting for one."""
+        """In which line of the user's is it? Its children are asked too: it may be waiting for a loader process, or
+        for another rank of its replica."""
         worker = self.workers.all.get(number)
         if worker is None or worker.exited:
             return
@@ -152,14 +153,19 @@ class Host:
             self.report(m.Examined(worker=number, where="", doing="", stopped=True))
             return
         pids = [worker.pid, *_children(worker.pid)]
+        ranks = {rank: pid for pid in pids[1:] if (rank := _rank(pid, worker.pid, number))}
         found = stacks.ask(self.workers.site.scratch, pids, EXAMINE_S)
         own = stacks.user_line(found.get(pids[0], ""))
         status = self.statuses.get(number)
         where, doing = own, ""
         if status is not None and status.doing == "reading data":
-            loaders = [stacks.user_line(text) for pid, text in found.items() if pid != pids[0]]
+            loaders = [stacks.user_line(text) for pid, text in found.items() if pid not in (pids[0], *ranks.values())]
             inside = next((line for line in loaders if line), "")
             where, doing = inside or own, "reading data" + (" in a loader process" if inside else "")
+        late = stacks.late_rank(found.get(pids[0], ""), {rank: found.get(pid, "") for rank, pid in ranks.items()})
+        if late:
+            where = stacks.user_line(found.get(ranks[late], ""))
+            doing = f"waiting for its rank {late}" + (", which is stopped" if _state(ranks[late]) == "T" else "")
         if self._pulse_s - self._heard_s.get(number, self._pulse_s) > _THREE_BEATS_S:
             doing = _DEAF
         self.report(m.Examined(worker=number, where=where, doing=doing))
@@ -288,3 +294,13 @@ def _children(pid: int) -> list[int]:
     except OSError:
         pass
     return found + [grandchild for child in found for grandchild in _children(child)]
+
+
+def _rank(pid: int, parent: int, worker: int) -> int:
+    """Of a process in its replica; 0 where it is none of its ranks, a loader process say."""
+    try:
+        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
+    except OSError:
+        return 0
+    number = name.removeprefix(f"worker-{worker}.")
+    return int(number) if rest.split()[1:2] == [str(parent)] and number.isdigit() else 0

@@ -13,12 +13,14 @@ import os
 import re
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from unisono.core import process
 
 SIGNAL = signal.SIGRTMIN + 7
 _LINE = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
+_DISTRIBUTED, _OPERATORS = f"torch{os.sep}distributed{os.sep}", f"torch{os.sep}_ops.py"
 _files: list[object] = []  # faulthandler keeps only the number of the descriptor
 
 
@@ -63,6 +65,20 @@ def main_thread(text: str) -> list[tuple[str, int, str]]:
 def user_line(text: str) -> str:
     """``data.py:73, in __getitem__: image = read(path)``, the innermost line of the user's, or an empty string."""
     return _innermost(main_thread(text))
+
+
+def is_in_collective(text: str) -> bool:
+    """Whether the main thread waits for other ranks of its replica: its innermost line is torch.distributed's."""
+    inner = [file for file, _, _ in main_thread(text) if not file.endswith(_OPERATORS)]
+    return bool(inner) and _DISTRIBUTED in inner[0]
+
+
+def late_rank(first: str, others: Mapping[int, str]) -> int:
+    """Which rank keeps its replica waiting, by the stacks of all: the first that does not wait itself. One that did not
+    answer is in native code or stopped. 0: the first rank, or nobody."""
+    if not is_in_collective(first):
+        return 0
+    return min((rank for rank, text in others.items() if not is_in_collective(text)), default=0)
 
 
 def crash_line(text: str) -> str:

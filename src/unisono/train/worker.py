@@ -116,6 +116,7 @@ def main() -> int:
 def _follow(rank: int, pipe: Channel, spec: RunSpec, settings: dict[str, Any]) -> int:
     """Another rank than the first of a replica: the same script, and nobody to talk to but the first."""
     worker: int = settings["worker"]
+    stacks.write_on_request(Path(settings["scratch"]))
     place = dataclasses.replace(_place(settings, worker), rank=rank, faults=())
     run_dir = RunDir(Path(spec.run_dir).absolute())
     context = Context(spec, run_dir, worker, silence(pipe), led_by(pipe), place=place)
