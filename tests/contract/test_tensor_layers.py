@@ -20,8 +20,9 @@ from worlds import on_every_rank
 
 from tensor_models import GPT2, LENGTH, VOCABULARY, WIDTH, BertLayer, Decoder, Llama, Plain, batch, build, loss_of
 from unisono.core.errors import SetupError
+from unisono.parallel.shards import Shards
 from unisono.parallel.tensor import apply
-from unisono.parallel.tensor_parts import gather_full, scatter_full
+from unisono.parallel.tensor_parts import gather_full
 from unisono.parallel.tensor_plan import plan_for
 
 Values = dict[str, Tensor]
@@ -148,8 +149,10 @@ def from_nothing(cut: Cutting) -> Values:
         model = Llama().double()
     cuts = cut(model)
     model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters():
-        scatter_full(values[name], parameter, cuts.get(name), 2)
+    shards = Shards(model, cuts, 2)
+    with torch.no_grad():
+        for name, part in shards.local.items():
+            part.copy_(shards.part(name, values[name]))
     return _computed(model, model(batch(0)[0]), cuts)
 
 

@@ -13,14 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from worlds import on_every_rank
 
 from tensor_models import batch, build, loss_of
+from unisono.comm.inner import World
+from unisono.core.mesh import Mesh
+from unisono.parallel.grouped import Group
+from unisono.parallel.shards import Shards
 from unisono.parallel.tensor import apply
 from unisono.parallel.tensor_parts import (
     Part,
     gather_full,
-    global_squared_norm,
-    local_gradient,
     parts_of,
-    scatter_full,
     window,
 )
 from unisono.parallel.tensor_plan import TensorPlan, plan_for
@@ -62,15 +63,17 @@ def holdings(name: str, fsdp: int, tp: int) -> dict[str, Any]:
             (part, window(local, part.at, part.sizes).detach().clone())
             for part in parts_of(n, p, plan.cuts.get(n), plan.ways)
         ]
-    pairs = [(p, g) for p in model.parameters() if (g := local_gradient(p)) is not None]
-    norm = float(global_squared_norm(pairs))
+    shards = Shards(model, plan.cuts, plan.ways)
+    for n, gradient in shards.gradients():
+        shards.local[n].grad = gradient
+    norm = Group(Mesh(fsdp=fsdp, tp=tp), World(), shards).norm() ** 2
     full = {n: gather_full(p, plan.cuts.get(n), plan.ways) for n, p in model.named_parameters()}
     with torch.no_grad():
-        for p in model.parameters():
-            p.to_local().zero_()
-    for n, p in model.named_parameters():
-        scatter_full(full[n], p, plan.cuts.get(n), plan.ways)
-    again = {n: gather_full(p, plan.cuts.get(n), plan.ways) for n, p in model.named_parameters()}
+        for p in shards.local.values():
+            p.zero_()
+        for n, p in shards.local.items():
+            p.copy_(shards.part(n, full[n]))
+    again = {n: shards.whole(n, p) for n, p in shards.local.items()}
     return {"held": held, "norm": norm, "full": full, "again": again}
 
 

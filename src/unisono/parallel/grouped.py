@@ -52,6 +52,19 @@ class Group:
     def place(self) -> dict[str, int]:
         return self.mesh.place(self.inner.rank)
 
+    def norm(self) -> float:
+        """Of the step's gradient over the whole model: parts added in the order of ranks, copies counted once."""
+        shards, sharded, common = self.shards, 0.0, 0.0
+        for name, parameter in shards.local.items():
+            if parameter.grad is not None and name not in shards.copies:
+                square = float(squared_norm(parameter.grad))
+                share = shards.share(name)
+                sharded, common = (sharded + square * share, common) if share else (sharded, common + square)
+        rows = self.inner.rows([sharded, common])
+        # What is no DTensor is the same on all ranks of its stage: the first of each stage counts it.
+        firsts = [self.mesh.rank({"pp": stage, "fsdp": 0, "tp": 0}) for stage in range(self.mesh.pp)]
+        return math.sqrt(math.fsum(row[0] for row in rows) + math.fsum(rows[rank][1] for rank in firsts))
+
 
 class Grouped(AllReduce):
     def __init__(
@@ -162,18 +175,7 @@ class Grouped(AllReduce):
         super().step(loss, again)
 
     def norm(self) -> float:
-        """Of the step's gradient over the whole model: parts added in the order of ranks, copies counted once."""
-        shards, sharded, common = self.group.shards, 0.0, 0.0
-        for name, parameter in shards.local.items():
-            if parameter.grad is not None and name not in shards.copies:
-                square = float(squared_norm(parameter.grad))
-                share = shards.share(name)
-                sharded, common = (sharded + square * share, common) if share else (sharded, common + square)
-        mesh, inner = self.group.mesh, self.group.inner
-        rows = inner.rows([sharded, common])
-        # What is no DTensor is the same on all ranks of its stage: the first of each stage counts it.
-        firsts = [mesh.rank({"pp": stage, "fsdp": 0, "tp": 0}) for stage in range(mesh.pp)]
-        return math.sqrt(math.fsum(row[0] for row in rows) + math.fsum(rows[rank][1] for rank in firsts))
+        return self.group.norm()
 
 
 def samples_in(batch: Any) -> int:

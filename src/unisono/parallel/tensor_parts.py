@@ -8,18 +8,14 @@ one after the other. Everything here speaks of the tensor as the model was writt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from unisono.parallel.norms import squared_norm
-from unisono.parallel.tensor_exchange import all_gather
 from unisono.parallel.tensor_plan import Cut
 
 
@@ -98,14 +94,6 @@ def gather_full(parameter: Tensor, cut: Cut | None = None, ways: int = 1) -> Ten
     return ordered
 
 
-@torch.no_grad()
-def scatter_full(full: Tensor, parameter: Tensor, cut: Cut | None = None, ways: int = 1) -> None:
-    """Put this rank's part of a logical tensor into `parameter`, or into state of its shape. Nothing is sent."""
-    target = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    for part in parts_of("", parameter, cut, ways):
-        window(target, part.at, part.sizes).copy_(window(full, part.offsets, part.sizes))
-
-
 def window(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A view of a part."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -121,41 +109,3 @@ def local_gradient(parameter: nn.Parameter) -> Tensor | None:
     if gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
     return gradient.to_local()
-
-
-@torch.no_grad()
-def global_squared_norm(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The squared norm over the whole model, in float64, with the same bits on every rank.
-
-    `pairs` are parameters and local gradients (or other local tensors) that are cut like them, in the same order on
-    every rank. Cut tensors are summed over the ranks, replicated ones counted once. One exchange for each dimension of
-    the mesh; additions in a fixed order: over the ranks of each dimension, then over the parameters.
-    """
-    squares: list[Tensor] = []
-    meshes: dict[DeviceMesh, list[int]] = {}
-    for position, (parameter, tensor) in enumerate(pairs):
-        square = squared_norm(tensor)
-        if isinstance(parameter, DTensor):
-            here = parameter.device_mesh.get_coordinate() or ()
-            copies = zip(here, parameter.placements, strict=True)
-            if any(placement.is_replicate() and coordinate for coordinate, placement in copies):
-                square = torch.zeros_like(square)  # somebody else counts it
-            meshes.setdefault(parameter.device_mesh, []).append(position)
-        squares.append(square)
-    if not squares:
-        return torch.zeros((), dtype=torch.float64)
-    values = torch.stack(squares)
-    for mesh, positions in meshes.items():
-        values[positions] = _sum_over(mesh, values[positions])
-    return values.sum()
-
-
-def _sum_over(mesh: DeviceMesh, values: Tensor) -> Tensor:
-    """Gathered and added in the order of the ranks, so that no algorithm of the network decides the bits."""
-    for group in mesh.get_all_groups():
-        gathered = values.new_empty(dist.get_world_size(group) * len(values))
-        all_gather(gathered, values.contiguous(), group=group)
-        values, *others = gathered.view(-1, len(values)).unbind()
-        for term in others:
-            values = values + term
-    return values
