@@ -136,8 +136,6 @@ def test_what_cannot_be_is_said_before_anything_starts(
     ("mesh", "options"),
     [
         ("fsdp=2", ("--precision", "fp16")),
-        ("pp=2", ("--precision", "bf16")),
-        ("tp=2", ("--recompute", "full")),
         ("fsdp=2", ("--compile", "blocks")),
         ("fsdp=2", ("--strategy", "ps")),
     ],
@@ -150,15 +148,30 @@ def test_what_has_not_been_made_to_go_together_is_refused(mesh: str, options: tu
 
 
 @pytest.mark.parametrize(
-    ("mesh", "options"), [("fsdp=2", ("--recompute", "full")), ("fsdp=2", ("--recompute", "selective"))]
+    ("mesh", "how", "arguments"),
+    [
+        ("fsdp=2", "full", ()),
+        ("fsdp=2", "selective", ()),
+        ("tp=2", "full", ("sequence=True",)),
+        ("tp=2", "selective", ("dropout",)),
+        ("pp=2", "selective", ()),
+        ("fsdp=2,pp=2", "full", ("schedule='interleaved'",)),
+    ],
 )
-def test_recomputed_blocks_of_a_sharded_model_change_nothing(
-    mesh: str, options: tuple[str, str], tmp_path: Path, alone
+def test_recomputed_blocks_of_a_cut_model_change_nothing(
+    mesh: str, how: str, arguments: tuple[str, ...], tmp_path: Path, alone
 ) -> None:
-    assert losses(train(tmp_path, mesh, options=options)) == pytest.approx(losses(alone()), rel=TOLERANCE)
+    whole = alone(*(word for word in arguments if word == "dropout"))
+    cut = train(tmp_path, mesh, *arguments, options=("--recompute", how))
+    assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2"])
+def test_blocks_that_a_traced_pipeline_does_not_call_cannot_be_recomputed(tmp_path: Path) -> None:
+    finished = train(tmp_path, "pp=2", "untold", "boundaries=('blocks.2',)", options=("--recompute", "full"), expect=11)
+    assert "where the model does not say its layers" in finished.output
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2", "pp=2"])
 def test_bf16_on_a_mesh_learns_as_on_one_process(mesh: str, tmp_path: Path) -> None:
     script = SCRIPT.read_text().replace("torch.set_default_dtype(torch.float64)", "pass")
     asked = (*FOUR, "--precision", "bf16")

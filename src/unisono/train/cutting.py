@@ -90,8 +90,9 @@ class Cutting:
         return self.tensors.describe().splitlines() if self.tensors is not None else []
 
     def carry_out(
-        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, make: Make, loss: Loss | None
+        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, make: Make, loss: Loss | None, around: Scope
     ) -> Cut:
+        """`around` each forward pass that a pipeline makes by itself: autocast, say."""
         cuts, ways = NO_CUTS, 1
         scope: Scope = contextlib.nullcontext
         if self.tensors is not None:
@@ -102,7 +103,7 @@ class Cutting:
             scope = loss_parallel if self.asked.loss else contextlib.nullcontext
         if self.stages is not None:
             assert loss is not None
-            return self._pipelined(model, meshes, device, make, loss, cuts, ways)
+            return self._pipelined(model, meshes, device, make, loss, around, cuts, ways)
         before_update: Callable[[], None] = _nothing
         if self.mesh.fsdp > 1:
             shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
@@ -116,6 +117,7 @@ class Cutting:
         device: torch.device,
         make: Make,
         loss: Loss,
+        around: Scope,
         cuts: Mapping[str, Any],
         ways: int,
     ) -> Cut:
@@ -130,6 +132,7 @@ class Cutting:
             virtual=plan.virtual,
             boundaries=self.stages.boundaries,
             example=self.stages.example,
+            context=around,
             device=device,
         )
         for stage in pipeline.stages.values() if self.mesh.fsdp > 1 else ():

@@ -7,7 +7,7 @@ the trainer computes through what comes out of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ Function = Callable[..., Any]
 
 
 class Prepared:
-    """A model made ready. `words`: what the user should know of it, by code."""
+    """A model made ready. `blocks`: those that repeat in the whole of it, of which ranks may hold a part each; so they
+    are found before it is cut. `words`: what the user should know of it, by code."""
 
-    def __init__(self, computing: Computing, device: torch.device) -> None:
-        self.computing, self.device = computing, device
+    def __init__(self, computing: Computing, device: torch.device, blocks: Sequence[nn.Module]) -> None:
+        self.computing, self.device, self._blocks = computing, device, blocks
         self.scale: LossScale | NoScale = LossScale() if computing.precision == "fp16" else NoScale()
         self.words: dict[str, str] = {}
         self._undo = ExitStack()
@@ -42,7 +43,7 @@ class Prepared:
             undo, self.words["fp8"] = use_fp8(model)
             self._undo.callback(undo)
         if asked.recompute != "none":
-            self._undo.callback(recompute_blocks(model, asked.recompute))
+            self._undo.callback(recompute_blocks(self._blocks, asked.recompute))
         if asked.compile != "none":
             self._compiler = Compiler(asked.compile, exact, folder)
             self._undo.callback(self._compiler.settle())

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
+from unisono.parallel.pipeline_layers import is_sequence
 from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
 from unisono.train.notes import of_replica
 from unisono.train.options import Parallel
+from unisono.train.precision import autocast
 from unisono.train.spread import Spread, Whole
 
 _COLLECTIVE_LIMIT = timedelta(hours=12)  # who hangs is found by the coordinator long before
@@ -72,7 +75,9 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
     make = _maker(request.model, torch.device("cpu"), context.seed)
-    cut = cutting.carry_out(request.model, meshes, device, make, request.loss)
+    cut = cutting.carry_out(
+        request.model, meshes, device, make, request.loss, partial(autocast, spec.precision, device)
+    )
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
     group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline)
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
@@ -114,7 +119,6 @@ def what_is_asked(spec: RunSpec, script: Parallel) -> Parallel:
 
 def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
     mesh = spec.replica
-    sharded_only = mesh.tp == mesh.pp == 1
     refusals = {
         "a loop of one's own": not request.has_end,
         f"--strategy {spec.strategy}": spec.strategy not in ("", "allreduce"),
@@ -124,9 +128,13 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "count, in a pipeline": mesh.pp > 1 and request.count is not None,
         # fp16 skips steps by the gradients in hand, which are parts; fp8 and compilers have not been tried on parts.
-        f"precision {job.precision}": job.precision in ("fp16", "fp8") or (job.precision != "fp32" and mesh.pp > 1),
+        f"precision {job.precision}": job.precision in ("fp16", "fp8"),
         f"compile {job.compile}": job.compile != "none",
-        f"recompute {job.recompute}": job.recompute != "none" and not sharded_only,
+        # What is traced for a pipeline calls no blocks.
+        f"recompute {job.recompute}, where the model does not say its layers": job.recompute != "none"
+        and mesh.pp > 1
+        and bool(request.parallel.boundaries)
+        and not is_sequence(request.model),
     }
     for what, refused in refusals.items():
         if refused:

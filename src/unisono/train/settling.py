@@ -19,6 +19,7 @@ import torch
 from unisono.core import process
 from unisono.core.errors import SetupError
 from unisono.core.spec import JobSpec, RunSpec
+from unisono.train.blocks import repeated_blocks
 from unisono.train.computing import choose, refuse
 from unisono.train.job import Job, Request
 from unisono.train.memory import Activations, Setting, choose_recompute, estimate, explain, state_bytes
@@ -46,7 +47,8 @@ def settle_computing(run: RunSpec, request: Request, spec: JobSpec, device: torc
             )
         state = state_bytes(spec.parameters, request.optimizer)
         computing = replace(computing, recompute=choose_recompute(state, activations, _capacity(device)))
-    return spec.model_copy(update=vars(computing)), Prepared(computing, device)
+    blocks = [block for _, block in repeated_blocks(request.model)]
+    return spec.model_copy(update=vars(computing)), Prepared(computing, device, blocks)
 
 
 def _activations(request: Request, microbatches: int, precision: str) -> Activations | None:
