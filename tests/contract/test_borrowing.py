@@ -146,7 +146,7 @@ def test_a_trade_gives_the_same_over_every_comm(kind: str) -> None:
     assert together(kind, 3, trade) == [True] * 3
 
 
-SEGMENT = rounds.SEGMENT_BYTES // 4
+SEGMENT = 1 << 18  # elements: long vectors go in segments of one or two of these here
 
 
 @pytest.mark.parametrize(("workers", "microbatches"), [(2, 2), (3, 4), (3, 8), (4, 4), (5, 6)])
@@ -154,13 +154,15 @@ SEGMENT = rounds.SEGMENT_BYTES // 4
     ("kind", "far", "elements"),
     [
         *(("mesh", False, elements) for elements in (7, BIG // 4 + 1, 3 * BIG + 5)),
-        *(("mesh-tls", True, elements) for elements in (7, 2 * SEGMENT - 1, 2 * SEGMENT, 5 * SEGMENT + 37)),
-        *((kind, True, 3 * SEGMENT + 5) for kind in ("threads", "gloo", "mesh")),
+        *(("mesh-tls", True, elements) for elements in (7, 2 * SEGMENT - 1, 2 * SEGMENT, 9 * SEGMENT + 37)),
+        *((kind, True, 6 * SEGMENT + 5) for kind in ("threads", "gloo", "mesh")),
     ],
 )
 def test_long_buckets_have_the_bits_of_a_sum_in_one_process_near_and_far(
-    kind: str, far: bool, workers: int, microbatches: int, elements: int
+    kind: str, far: bool, workers: int, microbatches: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rounds, "SHORTEST_BYTES", 4 * SEGMENT)
+    monkeypatch.setattr(rounds, "SEGMENT_BYTES", 8 * SEGMENT)
     generator = torch.Generator().manual_seed(elements)
     brought = torch.randn(microbatches, elements, generator=generator)
 

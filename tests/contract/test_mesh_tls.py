@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import ssl
 import threading
@@ -18,9 +19,10 @@ from unisono.comm.mesh_pump import Pump
 from unisono.comm.mesh_sealed import Opener, Sealer
 from unisono.comm.mesh_talk import Line
 from unisono.comm.mesh_tls import SecureSocket, Tls
+from unisono.comm.mesh_words import HEADER, HERE
 from unisono.core.errors import PeerLost
 
-SIZES = (1, 16, 4_095, 4_096, 262_144, 262_145, 1_000_003)
+SIZES = (1, 16, 4_095, 4_096, 262_144, 262_145, 1_000_003, 2_097_152, 2_097_153, 5_000_003)
 
 
 @contextlib.contextmanager
@@ -152,6 +154,48 @@ def test_what_somebody_does_to_the_bytes_on_their_way_ends_the_connection(harm: 
             assert answerer.recv(5000) == b"x" * 5000, "the first time it is what was sent"
         with pytest.raises(ConnectionError, match="changed on its way"):
             answerer.recv(5000)
+
+
+def test_a_long_message_is_not_cut_for_the_sake_of_its_header() -> None:
+    with secured() as (caller, _):
+        keys = caller._sealer._keys
+        before = keys._records
+        caller._sealer._seal([bytes(16), memoryview(bytes(1 << 21)), bytes(16), memoryview(bytes(1 << 21))])
+        assert keys._records - before == 2, "the header and the message"
+        assert caller._sealer._accepted == 16 + (1 << 21)
+        caller._sealer._seal([bytes(16), memoryview(bytes(5000)), bytes(16), memoryview(bytes(5000)), b"end"])
+        assert keys._records - before == 2 + 5, "short ones leave together"
+
+
+def test_a_record_on_its_way_is_not_silence_and_a_short_message_behind_it_is_not_waited_for() -> None:
+    """A long record comes in two halves over a slow line; then a short one."""
+    with secured() as (caller, answerer), on_the_way(answerer) as (taken_from, put_into):
+        answerer._opener._sock.setblocking(False)
+        pump = Pump(1, 0, {1: Line(answerer, None)}, [0, 1])
+        link = pump._links[1]
+        with select.epoll() as epoll:
+            epoll.register(answerer._opener._sock.fileno(), select.EPOLLIN)
+            caller._sock.setblocking(True)
+            sending = threading.Thread(target=caller.sendmsg, args=([HEADER.pack(1, 600_000) + bytes(600_000)],))
+            sending.start()
+            record = b""
+            while len(record) < 600_016 + 20:
+                record += taken_from.recv(1 << 20)
+            sending.join(10)
+            put_into.sendall(record[:100_000])
+            assert epoll.poll(10)
+            link.heard_s = 0.0
+            assert link.read(), "a part has come"
+            assert link.heard_s > 0.0
+            assert not link.read(), "and no more of it"
+            put_into.sendall(record[100_000:])
+            while epoll.poll(0.2):
+                link.read()
+            caller.sendmsg([HEADER.pack(HERE, 0)])
+            put_into.sendall(taken_from.recv(1000))
+            assert epoll.poll(10), "one byte wakes again"
+            assert link.read() == HEADER.size
+        pump.retire()
 
 
 def test_a_record_longer_than_any_is_not_waited_for() -> None:

@@ -17,6 +17,7 @@ from unisono.comm.reducers.climbing import NOBODY, Place
 from unisono.comm.reducers.double_tree import two_trees
 from unisono.comm.reducers.halving import Seats
 from unisono.comm.reducers.hierarchical import Hosts
+from unisono.comm.reducers.rounds import segments_of
 from unisono.comm.reducers.scratch import Scratch
 from unisono.core.membership import even
 
@@ -98,6 +99,13 @@ def test_hosts_are_told_apart(
 ) -> None:
     hosts = Hosts(tuple(names))
     assert (hosts.groups, hosts.speakers, hosts.scattered) == (groups, speakers, scattered)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "expected"), [(0, 1), (1, 1), (15, 1), (16, 2), (25, 2), (47, 2), (48, 3), (256, 16)]
+)
+def test_long_vectors_go_in_two_segments_or_in_segments_of_about_16_mb(megabytes: int, expected: int) -> None:
+    assert segments_of(megabytes << 20) == expected
 
 
 def test_scratch_gives_the_same_memory_again_once_it_knows_how_much_is_needed() -> None:

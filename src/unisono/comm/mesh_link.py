@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import struct
 import time
 from array import array
 from collections import deque
@@ -27,16 +26,8 @@ from unisono.comm.mesh_loss import Broken, Loss
 from unisono.comm.mesh_shared import Outlet
 from unisono.comm.mesh_talk import Line
 from unisono.comm.mesh_tls import SecureSocket
+from unisono.comm.mesh_words import ARENA, GONE, GOODBYE, HEADER, HERE, PIECE, ROOM, SHOWN, TAKEN
 
-_HEADER = struct.Struct("!qQ")
-_GOODBYE = -(1 << 62)  # the tag of the last frame; its length says whom the sender has lost: worker + 1, or 0
-_PIECE = _GOODBYE + 1  # so many bytes of the frame under way lie in the lane
-_ROOM = _GOODBYE + 2  # so many bytes of our lane are free again
-_ARENA = _GOODBYE + 3  # this is the arena of that number; its descriptor comes along
-_SHOWN = _GOODBYE + 4  # the frame under way lies there, in an arena
-_TAKEN = _GOODBYE + 5  # that one of the frames that you have shown was read
-_GONE = _GOODBYE + 6  # the arena of that number is not needed any more
-_HERE = _GOODBYE + 7  # nothing is new; so that silence means something
 _LANE_FROM_BYTES = 1 << 17  # smaller frames are not worth a note
 _SHOW_FROM_BYTES = 1 << 18  # and smaller ones than these no waiting for the other side
 _STAGE_BYTES = 1 << 15  # what is read at once while we do not know whose it is
@@ -71,6 +62,7 @@ class Link:
         self._by_lane = False  # how the current message's bytes come
         self.heard_s = time.monotonic()  # when anything last came
         self.greeted = 0  # bytes that came and moved nothing
+        self._part_bytes = 0  # of a record that is not whole, when we last looked
 
     def forget(self) -> None:
         """Close what this process has open, without a word; shared memory goes with the last who looks at it."""
@@ -120,7 +112,7 @@ class Link:
     def greet(self) -> None:
         """Say that we are here, unless there is something else to say."""
         if not self._stream:
-            self._say(_HERE, 0)
+            self._say(HERE, 0)
 
     def _send(self) -> int:
         """What is next for the socket; a descriptor goes along with a word of its own."""
@@ -161,12 +153,12 @@ class Link:
             self._ended = self._arenas.ended
             for number in [number for number in self._announced if number not in self._arenas]:
                 self._announced.remove(number)
-                self._say(_GONE, number)
+                self._say(GONE, number)
         if arena.number not in self._announced:
             self._announced.add(arena.number)
-            self._say(_ARENA, arena.number, descriptor=arena.descriptor)
+            self._say(ARENA, arena.number, descriptor=arena.descriptor)
         self._say(message.tag, length)
-        self._say(_SHOWN, arena.place(address))
+        self._say(SHOWN, arena.place(address))
         self._showing[self._shown] = message  # which keeps its tensor, and so the arena
         self._shown += 1
         self._waiting.popleft()
@@ -178,17 +170,17 @@ class Link:
             message.begun = True
         if put := outlet.put(np.asarray(message.rest)):
             message.rest = message.rest[put:]
-            self._say(_PIECE, put, None if message.rest else message.count)
+            self._say(PIECE, put, None if message.rest else message.count)
             if not message.rest:
                 self._waiting.popleft()
 
     def _return_room(self) -> None:
         if self._inlet is not None and self._inlet.taken:
-            self._say(_ROOM, self._inlet.taken)
+            self._say(ROOM, self._inlet.taken)
             self._inlet.taken = 0
 
     def _say(self, tag: int, size: int, count: Count | None = None, descriptor: int = -1) -> None:
-        self._stream.append((memoryview(_HEADER.pack(tag, size)), count, descriptor))
+        self._stream.append((memoryview(HEADER.pack(tag, size)), count, descriptor))
 
     def _sent(self, sent: int) -> None:
         while sent:
@@ -208,7 +200,7 @@ class Link:
     def say_goodbye(self, blamed: int | None) -> None:
         """Best effort: impossible while the socket is full, and useless when the other side is gone."""
         if not self._stream:
-            self._say(_GOODBYE, 0 if blamed is None else blamed + 1)
+            self._say(GOODBYE, 0 if blamed is None else blamed + 1)
             self._sent(self._send())
 
     # ---- reading
@@ -249,7 +241,7 @@ class Link:
             try:
                 count = self._receive(room)
             except BlockingIOError:
-                return taken
+                return taken + self._hear_part()
             if not count:
                 raise ConnectionError("the other side is gone")
             taken += count
@@ -263,6 +255,15 @@ class Link:
             if count < len(room) and self.drained:
                 break
         return taken
+
+    def _hear_part(self) -> int:
+        """Over a slow line a record takes its time; meanwhile the other side is not silent."""
+        before = self._part_bytes
+        self._part_bytes = self.sock.waiting_bytes if isinstance(self.sock, SecureSocket) else 0
+        if self._part_bytes in (0, before):
+            return 0
+        self.heard_s = time.monotonic()
+        return self._part_bytes
 
     def _receive(self, room: memoryview) -> int:
         if self._lanes is None:
@@ -281,10 +282,10 @@ class Link:
     def _unpack(self, length: int) -> None:
         """Take the frames out of the first `length` bytes of the stage."""
         start = 0
-        while length - start >= _HEADER.size and not self.left:
-            tag, size = _HEADER.unpack_from(self._stage, start)
-            start += _HEADER.size
-            if tag <= _HERE:
+        while length - start >= HEADER.size and not self.left:
+            tag, size = HEADER.unpack_from(self._stage, start)
+            start += HEADER.size
+            if tag <= HERE:
                 self._hear(tag, size)
                 continue
             self._begin(tag, size)
@@ -327,27 +328,27 @@ class Link:
     def _hear(self, word: int, number: int) -> None:
         """What the two of us say to each other beside the frames."""
         try:
-            if word == _PIECE and self._by_lane and self._inlet is not None:
+            if word == PIECE and self._by_lane and self._inlet is not None:
                 self._inlet.take(number, np.asarray(self._rest))
                 self._rest = self._rest[number:]
                 if not self._rest:
                     self._finish()
                 if self._inlet.enough:
                     self._hurry()
-            elif word == _ROOM and self._outlet is not None:
+            elif word == ROOM and self._outlet is not None:
                 self._outlet.give_back(number)
-            elif word == _ARENA and self._lanes is not None:
+            elif word == ARENA and self._lanes is not None:
                 self._seen.open(number)
-            elif word == _GONE:
+            elif word == GONE:
                 self._seen.close(number)
-            elif word == _SHOWN and self._by_lane:
+            elif word == SHOWN and self._by_lane:
                 self._read_shown(number)
-            elif word == _TAKEN and number in self._showing:
+            elif word == TAKEN and number in self._showing:
                 self._done(self._showing.pop(number).count)
-            elif word == _GOODBYE:
+            elif word == GOODBYE:
                 self._hear_goodbye(number)
-            elif word == _HERE:
-                self.greeted += _HEADER.size
+            elif word == HERE:
+                self.greeted += HEADER.size
             else:
                 raise ValueError("a word that means nothing here")
         except ValueError as error:
@@ -372,7 +373,7 @@ class Link:
             return
         if why := self._lanes.withdrawn if self._lanes is not None else 1:
             raise Broken(Loss(f"worker {self.worker} has given this generation up", why - 2 if why > 1 else None))
-        self._say(_TAKEN, message.shown)
+        self._say(TAKEN, message.shown)
 
     def _hurry(self) -> None:
         """The other side could put more into the lane: tell it before we take the next piece."""

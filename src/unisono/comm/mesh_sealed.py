@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes on a connection, sealed: nobody reads them, and none is changed, left out, repeated or put elsewhere unnoticed.
 
-A record is its length and AES-128-GCM of up to 512 KB, with its number as nonce; each direction has a key of its own,
+A record is its length and AES-128-GCM of up to 2 MB, with its number as nonce; each direction has a key of its own,
 which `mesh_tls` has brought there by TLS. After 256 GB a key is replaced by one derived from it, long before so
 much was encrypted under it that anything could be learnt. One pass over the bytes on each side: out of the caller's
 memory into what is sent, and out of what was received into the caller's memory.
@@ -19,9 +19,10 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES = 16
-_RECORD_BYTES = 1 << 19  # at most, and what is sent at once: it stays in the cache on its way to the socket
+_RECORD_BYTES = 1 << 21  # at most: each costs a few calls on either side, in caches that its bytes have emptied
 _SMALL_BYTES = 1 << 12  # what is smaller shares a record with its neighbours
-_AHEAD_BYTES = 1 << 16  # received at once while we do not know how long the next record is
+_AHEAD_BYTES = 1 << 16  # received at once, at least: what follows a short record is often there already
+_WAKE_BYTES = 1 << 17  # of a long record, or its end, have to be there before we are woken
 _KEY_LASTS_BYTES = 1 << 38
 _LENGTH = struct.Struct("!I")
 _TAG_BYTES = 16
@@ -64,19 +65,22 @@ class Sealer:
         return accepted
 
     def _seal(self, views: Sequence[memoryview | bytes]) -> None:
-        """As much as one record may have, in records that begin and end with the large views."""
+        """About as much as one record may have, in records that begin and end with the large views.
+
+        A large view is not cut for the sake of what is before it: its rest would be a record of a few bytes.
+        """
         small: list[memoryview | bytes] = []
         room, end = _RECORD_BYTES, 0
         for view in views:
-            part = view[:room]
+            if room <= 0 or (end and len(view) > room):
+                break
+            part = view[:_RECORD_BYTES]
             room -= len(part)
             if len(part) < _SMALL_BYTES:
                 small.append(part)
             else:
                 end = self._add(part, self._add(b"".join(small), end))
                 small = []
-            if not room:
-                break
         end = self._add(b"".join(small), end)
         self._unsent, self._accepted = self._sealed[:end], _RECORD_BYTES - room
 
@@ -102,11 +106,17 @@ class Opener:
         self._buffer[: len(received)] = received
         self._start, self._stop = 0, len(received)  # of what was received and not opened
         self._open = memoryview(b"")  # of a record that did not fit where it belongs
+        self._wake_at = 1  # bytes
 
     @property
     def drained(self) -> bool:
         """No whole record is left here."""
         return not self._open and self._whole() is None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What has come and was not opened: most of the time, of a record that is not whole yet."""
+        return self._stop - self._start
 
     def receive(self, room: memoryview) -> int:
         """Fill `room` with what has come. Raises BlockingIOError when nothing has."""
@@ -147,7 +157,14 @@ class Opener:
             raise ConnectionError("the other side does not keep to the protocol")
         return length
 
+    def _wake(self, at: int) -> None:
+        """Over a slow network a long record comes in many small pieces, and none but the last is of any use."""
+        if at != self._wake_at:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
+            self._wake_at = at
+
     def _unseal(self, length: int, room: memoryview) -> int:
+        self._wake(1)  # whoever has what he wants may stop reading before he would have to wait
         body = self._start + _LENGTH.size
         self._start = body + length + _TAG_BYTES
         nonce = self._keys.nonce(length)
@@ -157,13 +174,18 @@ class Opener:
             raise ConnectionError("what came was changed on its way, or was not meant for us") from None
 
     def _fill(self) -> None:
-        """The rest of the record under way and how long the next one is, or whatever comes next."""
+        """The rest of the record under way and how long the next one is, or more if that is little."""
         have = self._stop - self._start
         if self._start:
             self._buffer[:have] = bytes(self._buffer[self._start : self._stop])
             self._start, self._stop = 0, have
-        end = self._length() + _OVERHEAD_BYTES + _LENGTH.size if have >= _LENGTH.size else have + _AHEAD_BYTES
-        count = self._sock.recv_into(self._buffer[have:end])
+        whole = self._length() + _OVERHEAD_BYTES + _LENGTH.size if have >= _LENGTH.size else 0
+        end = max(whole, _AHEAD_BYTES)
+        try:
+            count = self._sock.recv_into(self._buffer[have:end])
+        except BlockingIOError:
+            self._wake(min(_WAKE_BYTES, max(1, whole - _LENGTH.size - have)))
+            raise
         if not count:
             raise ConnectionError("the other side is gone")
         self._stop += count

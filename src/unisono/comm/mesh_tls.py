@@ -66,6 +66,10 @@ class SecureSocket:
         """Nothing is left here; more can only come from the socket."""
         return self._opener.drained
 
+    @property
+    def waiting_bytes(self) -> int:
+        return self._opener.waiting_bytes
+
     def handshake(self) -> None:
         """Call again when there is something to read, until it returns."""
         while not self._shaken:

@@ -19,7 +19,7 @@ from torch import Tensor
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers.blocks import Blocks, Joiner
 from unisono.comm.reducers.cost import Links, round_s
-from unisono.comm.reducers.rounds import SEGMENT_BYTES, Group, both, in_segments
+from unisono.comm.reducers.rounds import Group, both, in_segments, segments_of
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm, Op
@@ -53,7 +53,7 @@ class DirectReducer(Stateless):
         """Of each, the slice of every rank. One, unless a long vector goes over a network."""
         elements, count = target.numel(), 1
         if self._is_far and target.device.type == "cpu":
-            count = max(1, elements * target.element_size() // SEGMENT_BYTES)
+            count = segments_of(elements * target.element_size())
         return [
             tuple(shifted(part, segment.start) for part in slices(length_of(segment), self.comm.size))
             for segment in slices(elements, count)

@@ -21,7 +21,8 @@ from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of
 
-SEGMENT_BYTES = 8 << 20
+SEGMENT_BYTES = 16 << 20  # a longer one costs memory to receive into, a shorter one more messages
+SHORTEST_BYTES = 8 << 20  # for two, which is enough to have both rounds under way
 _AHEAD = 2  # segments under way beside the one that is being added
 
 
@@ -78,6 +79,11 @@ def both(
     taken = trade.end()
     collect(comm, group, target, owned, tag + 1)
     taken.wait()
+
+
+def segments_of(bytes_: int) -> int:
+    """In how many a vector of this length goes over a network."""
+    return max(1, min(2, bytes_ // SHORTEST_BYTES), bytes_ // SEGMENT_BYTES)
 
 
 def in_segments(
