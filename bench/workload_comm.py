@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
+import random
 import subprocess
 import time
 from collections.abc import Callable
@@ -144,7 +146,7 @@ class Contest:
                     all_series[name].notes = [f"{choice.name}, {choice.because}" for choice in reducer.choices]
                 del reduce, reducer
             passes += 1
-            names = names[1:] + names[:1]  # nobody always comes after the same one
+            random.Random(f"{size} {passes}").shuffle(names)  # nobody always comes after the same one; alike everywhere
             if passes == warm_ups:
                 began_s = time.monotonic()
             counted = passes - warm_ups
@@ -206,6 +208,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as workers do: else a collection of all that torch has loaded falls into somebody's time
     mesh, membership = connect(options)
     contest = Contest(options, mesh, membership, Gloo(options))
     measured: list[Series] = []

@@ -81,10 +81,20 @@ def test_trials_beat_predictions_and_predictions_prune(
 
 def test_a_prediction_is_corrected_by_the_trials_of_the_nearest_size() -> None:
     trials = [Trial("ring", MB, 2.0, 1.0), Trial("ring", 64 * MB, 5.0, 1.0), Trial("direct", MB, 1.0, 1.0)]
-    assert expected("ring", 2 * MB, 10.0, trials) == 20.0
-    assert expected("ring", 32 * MB, 10.0, trials) == 50.0
+    assert expected("ring", 2 * MB, 10.0, trials) == pytest.approx(20.0)
+    assert expected("ring", 32 * MB, 10.0, trials) == pytest.approx(50.0)
     assert expected("tree", MB, 10.0, trials) == pytest.approx(10 * 2**0.5)  # as wrong as the others were at this size
     assert expected("tree", MB, 10.0, []) == 10.0
+
+
+def test_what_a_trial_says_about_one_candidate_fades_with_the_distance_and_what_it_says_about_all_does_not() -> None:
+    """As it was at 1 Gbit: with 1 MB `direct` took longer than predicted, with 64 MB it did not."""
+    trials = [Trial("direct", MB, 2.4, 1.0), Trial("tree", MB, 1.0, 1.0)]
+    predicted = {"direct": 600.0, "tree": 1000.0}
+    assert choose(4 * MB, predicted, trials, "direct").name == "tree"
+    assert choose(64 * MB, predicted, trials, "direct").name == "direct"
+    slow_links = [Trial("direct", MB, 3.0, 1.0), Trial("tree", MB, 3.0, 1.0)]
+    assert expected("direct", 64 * MB, 10.0, slow_links) == pytest.approx(30.0)
 
 
 def test_the_reason_names_what_decides_and_the_runner_up() -> None:

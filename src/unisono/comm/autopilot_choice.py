@@ -18,6 +18,7 @@ WITHIN = 3.0  # times the best prediction: what is predicted to be slower is not
 _WORTH_CHANGING = 0.97  # of the usual one's time: less of a gain may be noise
 _WORTH_GUESSING = 0.8  # the same where it is only predicted
 _LEAST_TRIAL_S, _LAPS = 0.05, 20
+_NEAR = 2.0  # octaves: what a trial says about one candidate holds as far as this
 _SAME_CLASS = 0.5  # of an octave: sizes that near share a choice
 
 
@@ -55,15 +56,25 @@ def contenders(predicted: Mapping[str, float], usual: str = "", within: float = 
 
 
 def expected(name: str, count: int, predicted_s: float, trials: Sequence[Trial]) -> float:
-    """The prediction, corrected by how wrong it was where it was tried: for this candidate, or for any at this size."""
-    own = [trial for trial in trials if trial.name == name]
-    if own:
-        nearest = min(own, key=lambda trial: abs(math.log2(trial.bytes) - math.log2(max(1, count))))
-        return predicted_s * nearest.seconds / nearest.predicted_s
-    near = [trial for trial in trials if size_class(trial.bytes) == size_class(count)] or list(trials)
-    if not near:
+    """The prediction, corrected by how wrong it was where it was tried.
+
+    By how much for all of a size, holds for other sizes too: the links are not as they were measured. By how much for
+    one candidate alone, holds for sizes that are near and then fades: what that pays for each message is little in a
+    long vector, and a factor found with 1 MB says little about 64 MB.
+    """
+    if not trials:
         return predicted_s
-    return predicted_s * math.exp(sum(math.log(t.seconds / t.predicted_s) for t in near) / len(near))
+    own = [trial for trial in trials if trial.name == name]
+    distances = [abs(math.log2(trial.bytes) - math.log2(max(1, count))) for trial in own or trials]
+    at = (own or trials)[distances.index(min(distances))]
+    everyone = _off([trial for trial in trials if size_class(trial.bytes) == size_class(at.bytes)])
+    alone = (_off([at]) - everyone) * _NEAR / max(_NEAR, min(distances)) if own else 0.0
+    return predicted_s * math.exp(everyone + alone)
+
+
+def _off(trials: Sequence[Trial]) -> float:
+    """How much longer than predicted they took, on average, as a logarithm."""
+    return sum(math.log(trial.seconds / trial.predicted_s) for trial in trials) / len(trials)
 
 
 def choose(
