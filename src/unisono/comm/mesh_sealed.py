@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -27,6 +28,11 @@ _KEY_LASTS_BYTES = 1 << 38
 _LENGTH = struct.Struct("!I")
 _TAG_BYTES = 16
 _OVERHEAD_BYTES = _LENGTH.size + _TAG_BYTES
+
+
+def _room(size: int) -> memoryview:
+    """Memory that is there once it is used: a connection that carries short messages only does not need most of it."""
+    return np.empty(size, np.uint8).data
 
 
 class _Keys:
@@ -51,7 +57,7 @@ class Sealer:
 
     def __init__(self, sock: socket.socket, key: bytes) -> None:
         self._sock, self._keys = sock, _Keys(key)
-        self._sealed = memoryview(bytearray(2 * _RECORD_BYTES))
+        self._sealed = _room(2 * _RECORD_BYTES)
         self._unsent = self._sealed[:0]  # the part of `_sealed` that has to leave
         self._accepted = 0  # bytes of the caller's that `_unsent` stands for
 
@@ -102,7 +108,7 @@ class Opener:
     def __init__(self, sock: socket.socket, key: bytes, received: bytes = b"") -> None:
         self._sock, self._keys = sock, _Keys(key)
         size = max(_RECORD_BYTES + _OVERHEAD_BYTES, len(received)) + _AHEAD_BYTES
-        self._buffer = memoryview(bytearray(size))
+        self._buffer = _room(size)
         self._buffer[: len(received)] = received
         self._start, self._stop = 0, len(received)  # of what was received and not opened
         self._open = memoryview(b"")  # of a record that did not fit where it belongs

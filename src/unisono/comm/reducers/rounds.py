@@ -96,14 +96,15 @@ def in_segments(
     """
     ranks, target = group.ranks, parts[0]
     longest = max(length_of(owned[group.place]) for owned in segments)
-    room = [[scratch.rows(group.counts[place], longest) for place in group.others] for _ in range(_AHEAD + 1)]
+    rooms = min(_AHEAD + 1, len(segments))
+    room = [[scratch.rows(group.counts[place], longest) for place in group.others] for _ in range(rooms)]
     coming: deque[tuple[Sequence[slice], dict[int, list[Tensor]], Pending]] = deque()
     collecting: list[Pending] = []
     for number in range(len(segments) + _AHEAD):
         if number < len(segments):
             owned = segments[number]
             length = length_of(owned[group.place])
-            found = zip(group.others, room[number % (_AHEAD + 1)], strict=True)
+            found = zip(group.others, room[number % rooms], strict=True)
             rows = {place: [row[:length] for row in some] for place, some in found}
             receives = [Message(ranks[place], row) for place in group.others for row in rows[place] if length]
             coming.append((owned, rows, comm.exchange(_to_owners(group, parts, owned), receives, tag)))
