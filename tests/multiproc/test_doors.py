@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from multiproc.running import Finished, run_python, run_unisono, start_unisono
+from multiproc.running import Finished, run_command, run_python, run_unisono, start_unisono
 from multiproc.scripts import SMALL
 from unisono.comm.asking import HEADER_BYTES
 from unisono.core import events
@@ -210,3 +210,33 @@ def test_a_mistake_ends_the_run_with_the_reason(
     assert finished.output.count("UNI-") == 1, finished.output
     for words in says:
         assert words in finished.output, finished.output
+
+
+SAVED = """
+import sys, torch, unisono
+
+kv = unisono.kvstore("dist_sync")
+kv.init(["big", "small"], [torch.zeros(400_000), torch.zeros(5, 2)])
+kv.set_optimizer("Adam", lr=0.1)
+first, last = map(int, sys.argv[1:])
+if first:
+    kv.load("saved")
+for step in range(first, last):
+    torch.manual_seed(step)
+    share = 1.0 if kv.num_workers == 1 else 0.5
+    kv.push(["big", "small"], [share * torch.randn(400_000), share * torch.randn(5, 2)])
+    kv.save("saved", step + 1)
+big, small = kv.pull(["big", "small"])
+print("came to", float(big.double().sum()), float(small.double().sum()))
+"""
+
+
+def test_a_store_is_saved_and_taken_up_by_other_workers_and_servers(tmp_path: Path) -> None:
+    run_unisono(SAVED, tmp_path, *SERVERS, "2", workers=2, script_args=("0", "3"), timeout_s=SHORT_S)
+    resumed = run_python(SAVED, tmp_path, "3", "4")
+    (tmp_path / "other").mkdir()
+    whole = run_python(SAVED, tmp_path / "other", "0", "4")
+    sums = [re.findall(r"came to (\S+) (\S+)", finished.output)[-1] for finished in (resumed, whole)]
+    assert [float(each) for each in sums[0]] == pytest.approx([float(each) for each in sums[1]], rel=1e-4)
+    listed = run_command(tmp_path, "checkpoint", "list", "saved").output
+    assert all(f"{step}" in listed for step in (1, 2, 3, 4)), listed

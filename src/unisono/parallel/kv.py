@@ -65,7 +65,7 @@ def place(shape: Sequence[int], element_bytes: int, loads: Sequence[int]) -> tup
 
 
 @dataclass(frozen=True)
-class _Known:
+class Known:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: tuple[Part, ...]
@@ -96,7 +96,7 @@ class KeyValues:
         self.bytes_sent = self.bytes_received = 0
         self._asker, self._servers = asker, tuple(servers)
         self._synchronous = int(mode == "dist_sync")
-        self._known: dict[Key, _Known] = {}
+        self.known: dict[Key, Known] = {}
         self._loads = [0] * len(self._servers)
 
     def init(self, key: Key | Iterable[Key], value: Tensor | Sequence[Tensor]) -> None:
@@ -170,8 +170,8 @@ class KeyValues:
         self._hear(self._ask(0, BARRIER, (), []))
 
     def _ask_to_init(self, key: Key, value: Tensor) -> list[Asked]:
-        number, parts = len(self._known), place(value.shape, value.element_size(), self._loads)
-        self._known[key] = _Known(tuple(value.shape), value.dtype, parts)
+        number, parts = len(self.known), place(value.shape, value.element_size(), self._loads)
+        self.known[key] = Known(tuple(value.shape), value.dtype, parts)
         flat, by_server = value.detach().cpu().reshape(-1), {part.server: part for part in parts}
         asked = []
         for server in range(len(self._servers)):
@@ -204,7 +204,7 @@ class KeyValues:
     def _into(self, key: Any, pairs: Sequence[tuple[Key, Any]], asked: Sequence[Sequence[Asked]]) -> Any:
         found = []
         for (each, out), questions in zip(pairs, asked, strict=True):
-            known = self._known[each]
+            known = self.known[each]
             vectors = [answer.vectors[0] for answer in self._hear_all(questions)]
             value = (vectors[0] if len(vectors) == 1 else torch.cat(vectors)).view(known.shape)
             for target in out if isinstance(out, list | tuple) else [] if out is None else [out]:
@@ -214,16 +214,23 @@ class KeyValues:
         return found[0] if isinstance(key, str | int) else found
 
     def _check_new(self, key: Key) -> None:
-        if key in self._known or isinstance(key, bool) or not isinstance(key, str | int):
-            why = "it was initialised already" if key in self._known else "a key is a text or a whole number"
+        if key in self.known or isinstance(key, bool) or not isinstance(key, str | int):
+            why = "it was initialised already" if key in self.known else "a key is a text or a whole number"
             raise SetupError(f"the key {key!r} cannot be initialised", cause=why)
 
-    def _of(self, key: Key) -> _Known:
-        if key not in self._known:
+    def _of(self, key: Key) -> Known:
+        if key not in self.known:
             raise SetupError(
                 f"the key {key!r} is not known", cause="this worker has not initialised it", do="call init"
             )
-        return self._known[key]
+        return self.known[key]
+
+    def ask(self, server: int, verb: int, vectors: Sequence[Tensor]) -> Asked:
+        """For whoever gathers what the servers hold."""
+        return self._ask(server, verb, (), vectors)
+
+    def hear(self, asked: Asked) -> Words:
+        return self._hear(asked)
 
     def _ask(self, server: int, verb: int, numbers: tuple[int, ...], vectors: Sequence[Tensor]) -> Asked:
         words = Words(SUBJECT * VERBS + verb, numbers, vectors)

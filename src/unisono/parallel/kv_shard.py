@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from unisono.comm.asking import VERBS, Words
-from unisono.core.errors import PeerLost, SetupError, UnisonoError, suggest
+from unisono.core.errors import CheckpointMismatch, PeerLost, SetupError, UnisonoError, suggest
 
 SUBJECT = 17  # of questions about the store
-INIT, PUSH, PULL, PULL_ROWS, OPTIMIZER, BARRIER, REFUSED = range(7)
+INIT, PUSH, PULL, PULL_ROWS, OPTIMIZER, BARRIER, REFUSED, STATE_OUT, STATE_IN = range(9)
 Setting = tuple[str, dict[str, Any]]
 
 # Those that treat every number by itself: a value may be cut anywhere.
@@ -116,6 +116,37 @@ class _Entry:
         self.version += 1
         self.changed.notify_all()
 
+    def state_out(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """What is plain about it, and copies of the value and of what the optimizer keeps element by element."""
+        kept = self._optimizer.state.get(self._parameter, {}) if self._optimizer is not None else {}
+        vectors = {name: each for name, each in kept.items() if _is_vector(each, self.value)}
+        numbers = {name: [float(each), isinstance(each, Tensor)] for name, each in kept.items() if name not in vectors}
+        about = {"optimizer": self._setting and self._setting[0], "vectors": list(vectors), "numbers": numbers}
+        return about, [self.value.clone(), *(each.clone() for each in vectors.values())]
+
+    def state_in(self, about: Mapping[str, Any], tensors: Sequence[Tensor], setting: Setting | None) -> None:
+        if about["optimizer"] != (setting and setting[0]) and about["optimizer"] is not None:
+            raise CheckpointMismatch(
+                f"the checkpoint was saved with the optimizer {about['optimizer']}",
+                cause=f"this store has {setting[0] if setting else 'none'}",
+                do=f'call set_optimizer("{about["optimizer"]}", ...) before load',
+            )
+        value, *vectors = tensors
+        self.value.copy_(value)
+        if setting is not None:
+            self._follow(setting)
+            assert self._optimizer is not None
+            state = self._optimizer.state[self._parameter]
+            state.update({name: each.clone() for name, each in zip(about["vectors"], vectors, strict=True)})
+            for name, (number, is_tensor) in about["numbers"].items():
+                state[name] = torch.tensor(number) if is_tensor else number
+
+    @property
+    def _parameter(self) -> Tensor:
+        assert self._optimizer is not None
+        found: Tensor = self._optimizer.param_groups[0]["params"][0]
+        return found
+
     def _follow(self, setting: Setting) -> None:
         """The same optimizer with other arguments, such as a new rate, goes on with its state."""
         if setting == self._setting:
@@ -126,6 +157,10 @@ class _Entry:
         else:
             self._optimizer = made_optimizer(setting, torch.nn.Parameter(self.value))
         self._setting = setting
+
+
+def _is_vector(value: Any, of: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and value.shape == of.shape
 
 
 class KeyValueShard:
@@ -150,6 +185,8 @@ class KeyValueShard:
             PULL_ROWS: self._pull_rows,
             OPTIMIZER: self._set_optimizer,
             BARRIER: self._barrier,
+            STATE_OUT: self._state_out,
+            STATE_IN: self._state_in,
         }
 
     @property
@@ -282,6 +319,18 @@ class KeyValueShard:
             self._await(
                 entry.changed, lambda: entry.version >= mine, lambda other: entry.pushes[other] < mine, "a push"
             )
+
+    def _state_out(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
+        entry = self._entry(question)
+        with entry.changed:
+            about, tensors = entry.state_out()
+        return [packed(about), *tensors]
+
+    def _state_in(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
+        entry, about = self._entry(question), unpacked(question.vectors[1])
+        with entry.changed:
+            entry.state_in(about, question.vectors[2:], self._setting)
+        return []
 
     def _set_optimizer(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
         name, arguments = unpacked(question.vectors[0])

@@ -17,12 +17,15 @@ from torch import Tensor
 from unisono.comm.asking import Asked
 from unisono.core.errors import SetupError, suggest
 from unisono.parallel.kv import KeyValues, Mode
+from unisono.parallel.kv_state import dealt_out, gathered
 from unisono.parallel.table import Table, TableEmbedding, TableSpec
 from unisono.parallel.table_catalogue import open_table
 from unisono.parallel.table_optimizers import RowOptimizer
 from unisono.parallel.table_rows import Initial, Normal
+from unisono.train import door_saving
 from unisono.train.door_connection import Connection, ProcessUse
 from unisono.train.door_opening import connected
+from unisono.train.door_saving import Where
 
 MODES = ("dist_sync", "dist_async", "local")
 _store: KeyValueStore | None = None
@@ -92,6 +95,22 @@ class KeyValueStore(KeyValues):
     @property
     def closed(self) -> bool:
         return self._door.closed
+
+    def save(self, where: Where, step: int = 0) -> None:
+        """On every worker, at the same place of the script: values and the optimizer's state, as the checkpoint of a
+        step in a directory or at a URL. When it returns, it is there."""
+        self.barrier()
+        if self.rank == 0:
+            door_saving.save(where, step, gathered(self))
+        self.barrier()
+
+    def load(self, where: Where, step: int | None = None) -> None:
+        """On every worker, after `init` and `set_optimizer` of the same keys; of any number of servers. The newest
+        step, unless one is named."""
+        self.barrier()
+        if self.rank == 0:
+            dealt_out(self, door_saving.load(where, step))
+        self.barrier()
 
     def close(self) -> None:
         """Also done at the end of the script."""
