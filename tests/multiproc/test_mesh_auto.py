@@ -12,6 +12,7 @@ import pytest
 from multiproc.running import run_python, run_unisono
 from multiproc.scripts import SMALL
 from unisono.control import mesh_auto
+from unisono.core import events
 from unisono.core.errors import ScriptFailed, SetupError, UsageError
 from unisono.core.spec import build_run_spec
 
@@ -64,6 +65,28 @@ def test_a_model_that_does_not_fit_is_shared(tmp_path: Path, monkeypatch: pytest
     spec = build_run_spec(values, "test")
     assert (spec.mesh, spec.workers.max) == ("fsdp=2", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["closed", "runs-of-the-script", "train.py"]
+
+
+def test_what_auto_has_shared_is_trained_like_on_one_process(tmp_path: Path) -> None:
+    """On a machine of 3,600 bytes, as far as the choice is concerned."""
+    alone = run_python(TRAINS, tmp_path)
+    asked = ["unisono", "run", "train.py", "--mesh", "auto", "--workers", "2", "--name", "shared"]
+    command = f"""
+import sys
+from unisono.cli import main
+from unisono.control import mesh_auto
+
+mesh_auto._machine_bytes = lambda: 3600
+sys.argv = {asked}
+sys.exit(main())
+"""
+    (tmp_path / "command.py").write_text(command)
+    shared = run_python(tmp_path / "command.py", tmp_path)
+    assert "mesh     dp=1,fsdp=2: 90 parameters need 1.4 kB" in shared.output
+    assert "mesh     fsdp=2: parameters in 2 parts" in shared.output
+    losses = [[event.loss for event in run.events_of(events.StepFinished)] for run in (shared, alone)]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_nothing_fits_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
