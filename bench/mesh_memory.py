@@ -167,7 +167,7 @@ def mib(count: float) -> str:
 def verdicts(size: Size, found: dict[str, tuple[Held, Held]]) -> list[str]:
     goal = size.state / 4 + size.unit
     lines = []
-    for name in ("fsdp=4", GOAL):
+    for name in sorted({"fsdp=4", GOAL} & set(found)):
         held, base = found[name]
         for word, value in (("after a step", held.rest - base.rest), ("at the peak of a step", held.peak - base.peak)):
             met = "met" if value <= goal else f"missed by {(value - goal) / size.unit:.1f} layers"
@@ -211,6 +211,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description="Memory of ranks that share a model.")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it works")
     parser.add_argument("--part", choices=("held", "price"), default="held")
+    parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="this case; repeatable")
     options = parser.parse_args(arguments)
     quick = options.quick
     clean_up_on_sigterm()
@@ -222,6 +223,8 @@ def main(arguments: Sequence[str]) -> None:
     steps = 3
     found: dict[str, tuple[Held, Held]] = {}
     for case in CASES:
+        if options.only and case.name not in options.only:
+            continue
         note(f"{case.name} ...")
         found[case.name] = (measure(case, size, steps), measure(case, tiny, steps))
     header = ["MiB a rank, without the program", "start, most", "rest, predicted", "rest", "peak, predicted", "peak",
