@@ -175,11 +175,11 @@ def verdicts(size: Size, found: dict[str, tuple[Held, Held]]) -> list[str]:
     return lines
 
 
-def price(where: dict[str, Any], quick: bool) -> None:
+def price(where: dict[str, Any], quick: bool, turns: int) -> None:
     """Each remedy beside none, in turns, and the median of its steps."""
     size, steps = Size(64 if quick else PRICE_WIDTH, 2 if quick else PRICE_LAYERS), 3 if quick else 6
     found: dict[str, list[Held]] = {case.name: [] for case in PRICED}
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if quick else turns):
         for case in PRICED:
             note(f"{case.name} ...")
             found[case.name].append(measure(case, size, steps))
@@ -197,7 +197,7 @@ def price(where: dict[str, Any], quick: bool) -> None:
         f"- model: {size.weights // BYTES / 1e6:.1f} M parameters in float32, {size.layers} blocks; "
         f"{PRICED[0].batch} sequences of {LENGTH} tokens a step, shared by two ranks"
     )
-    method = "- method: VmHWM of the rank that holds most, the program included; medians of steps and of three turns"
+    method = f"- method: VmHWM of the rank that holds most, the program included; medians of steps and of {turns} turns"
     text = "\n".join(
         [f"# The price of memory, {where['date'][:10]}", "", describe_setting(where), fact, method, "",
          table(header, rows)]
@@ -212,12 +212,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it works")
     parser.add_argument("--part", choices=("held", "price"), default="held")
     parser.add_argument("--only", action="append", choices=[case.name for case in CASES], help="this case; repeatable")
+    parser.add_argument("--turns", type=int, default=3, help="of the price, each remedy once")
     options = parser.parse_args(arguments)
     quick = options.quick
     clean_up_on_sigterm()
     where = setting("mesh_memory.py", arguments)
     if options.part == "price":
-        price(where, quick)
+        price(where, quick, options.turns)
         return
     size, tiny = Size(128 if quick else WIDTH, 2 if quick else LAYERS), Size(TINY_WIDTH, 1)
     steps = 3
