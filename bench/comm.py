@@ -59,6 +59,7 @@ SETUPS = (Setup(ONE_HOST, 1, 2), Setup(ONE_HOST, 1, 4), *(Setup(profile, 4, 4) f
 class Measured:
     setup: Setup
     times: Times
+    used: Times  # of the processors, all workers together: says something on a busy machine too
     notes: dict[str, dict[str, list[str]]]  # by size and algorithm: what it says about its choice
     skipped: list[str]
     shape: Shape | None
@@ -88,13 +89,15 @@ def measure_setup(setup: Setup, options: argparse.Namespace) -> Measured:
 
 def together(setup: Setup, results: Sequence[dict[str, Any]], shape: Shape | None) -> Measured:
     """One time for each reduction: from the last to begin to the last to end."""
-    measured = Measured(setup, {}, {}, list(results[0]["skipped"]), shape)
+    measured = Measured(setup, {}, {}, {}, list(results[0]["skipped"]), shape)
     for every in zip(*(result["series"] for result in results), strict=True):
         size, algorithm = every[0]["bytes"], every[0]["algorithm"]
         began_s = [max(moments) for moments in zip(*(series["began_s"] for series in every), strict=True)]
         ended_s = [max(moments) for moments in zip(*(series["ended_s"] for series in every), strict=True)]
         seconds = [end - begin for begin, end in zip(began_s, ended_s, strict=True)]
         measured.times.setdefault(size, {})[algorithm] = seconds
+        used_s = [sum(each) for each in zip(*(series["used_s"] for series in every), strict=True)]
+        measured.used.setdefault(size, {})[algorithm] = used_s
         if every[0]["notes"]:
             measured.notes.setdefault(str(size), {})[algorithm] = every[0]["notes"]
     return measured
@@ -113,6 +116,17 @@ def table_of(measured: Measured, algorithms: Sequence[str]) -> str:
         cells.append(f"{medians[default] / min(fixed):.2f}" if default in medians and fixed else "–")
         rows.append([size_text(size), *cells, f"{len(measured.times[size][algorithms[0]])}"])
     return table([*header, "times"], rows)
+
+
+def processor_table(measured: Measured, algorithms: Sequence[str]) -> str:
+    """The same for processor time; a core that waits is not counted."""
+    default = default_of(algorithms)
+    rows = []
+    for size, used in measured.used.items():
+        medians = {name: median(values) for name, values in used.items()}
+        ratio = f"{medians[GLOO] / medians[default]:.2f}" if GLOO in medians and default in medians else "–"
+        rows.append([size_text(size), *(f"{medians[name] * 1e3:,.2f}" for name in algorithms), ratio])
+    return table([f"processor ms, {measured.setup}", *algorithms, f"gloo / {default}"], rows)
 
 
 def default_of(algorithms: Sequence[str]) -> str:
@@ -200,10 +214,11 @@ def report(
         *(f"  - {measured.setup}: {measured.shape}" for measured in all_measured if measured.shape),
         "- time of a reduction: from when the last worker began until the last had the result; medians; "
         "all algorithms take turns",
+        "- processor time: of all workers and their threads together; medians",
         f"- not exact, that is, other bits on another number of workers: {', '.join(loose) or 'none'}",
     ]
     for measured in all_measured:
-        lines += ["", table_of(measured, options.algorithms)]
+        lines += ["", table_of(measured, options.algorithms), "", processor_table(measured, options.algorithms)]
         lines += [f"\nSkipped, and what is larger: {text}." for text in measured.skipped]
         for size, by_algorithm in measured.notes.items():
             for algorithm, said in by_algorithm.items():

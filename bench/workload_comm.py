@@ -51,6 +51,7 @@ class Series:
     bytes: int
     began_s: list[float] = field(default_factory=list)
     ended_s: list[float] = field(default_factory=list)
+    used_s: list[float] = field(default_factory=list)  # of the processor, by all threads
     notes: list[str] = field(default_factory=list)
 
 
@@ -101,9 +102,9 @@ class Contest:
             self.step += 1
             reducer.begin(self.step)
         self.ready()
-        began_s = time.perf_counter()
+        began_s, began_used_s = time.perf_counter(), time.process_time()
         reduce(vector)
-        ended_s = time.perf_counter()
+        ended_s, used_s = time.perf_counter(), time.process_time() - began_used_s
         if reducer is not None:
             reducer.commit()
         if vector[0] != self.options.workers or vector[-1] != self.options.workers:
@@ -111,6 +112,7 @@ class Contest:
         if counted:
             series.began_s.append(began_s)
             series.ended_s.append(ended_s)
+            series.used_s.append(used_s)
         return ended_s - began_s
 
     def expected_s(self, size: int) -> float:
