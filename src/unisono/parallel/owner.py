@@ -13,7 +13,7 @@ import contextlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,9 +27,9 @@ from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding
 from unisono.parallel.layout import Layout
-from unisono.parallel.slice_optimizer import Settings
+from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import Place
-from unisono.parallel.views import Held, Views, owned_by
+from unisono.parallel.views import Views, owned_by
 
 TAKE, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(10)
 COPIES, SUBSCRIPTIONS = 1, 2  # lanes, beside that of other questions
@@ -71,7 +71,7 @@ class Owner:
         self,
         comm: Comm,
         membership: Membership,
-        held: Held,
+        held: Mapping[Place, Sequence[SliceOptimizer]],
         layout: Layout,
         views: Views,
         tallies: Tallies,
@@ -201,6 +201,7 @@ class Owner:
         elif manner.delayed == "compensate" and delay and vectors:
             vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
         words = Words(COPY, (turn, first, last, bits(pace), loss, draw), vectors)
+        self._views.make_way(rank, self._changed_by(words))
         made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
@@ -208,6 +209,18 @@ class Owner:
         self._tallies.delays[delay] += 1
         self._tallies.updates += 1
         return made
+
+    def _changed_by(self, words: Words) -> list[Place]:
+        """Which of our slices an update will change."""
+        *piece, pace, _, _ = words.numbers
+        if not number(pace):
+            return []
+        seen, used = Piece(*piece), words.vectors[-1].tolist()
+        return [
+            place
+            for place in self._places
+            if any(seen not in one.seen and one.is_changed_by(used) for one in self._held[place])
+        ]
 
     @torch.no_grad()
     def _compensated(self, rank: int, vectors: Sequence[Tensor], draw: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from unisono.core.errors import PeerLost, SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
+from unisono.parallel.editions import Editions
 from unisono.parallel.gradients import Gradients
 from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
@@ -64,7 +66,7 @@ class ParameterServer(AllReduce):
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
-        self._weights_held: dict[Place, Tensor] = {}  # all that lies in each place
+        self._editions = Editions(self._held, {}, dict)
         self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
@@ -143,7 +145,8 @@ class ParameterServer(AllReduce):
         """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
         layout, parameters = gradients.layout, gradients.parameters
         held: dict[Place, list[SliceOptimizer]] = {}
-        room = room_for({place: parameters[layout.members(place[0])[0]].dtype for place in wanted}, self.comm)
+        kinds = {place: parameters[layout.members(place[0])[0]].dtype for place in wanted}
+        room = room_for(kinds, self.comm)
         taken: list[Slice] = []
         lost = False
         for place in wanted:
@@ -163,7 +166,8 @@ class ParameterServer(AllReduce):
         if not lost:
             self._inherited += taken  # with the old ones: whoever is lost now may have had the only other copy
         rows = self.comm.gather(torch.tensor([lost]))
-        self._held, self._weights_held, self._inherited = held, room, []  # all have theirs
+        self._held, self._inherited = held, []  # all have theirs
+        self._editions = Editions(held, room, partial(room_for, kinds, self.comm))
         if any(bool(row.item()) for row in rows):
             self._held = {}
             many = "one server" if self.copies == 1 else f"{self.copies} servers"
@@ -234,10 +238,12 @@ class ParameterServer(AllReduce):
             return
         self.before_update()
         buckets = self._buckets(gradients)
-        for (bucket, _, _), held in self._held.items():
+        for place, held in self._held.items():
+            if any(one.version == version for one in held):
+                self._editions.make_way(place)
             for one in held:
                 if one.version == version:
-                    one.step(buckets[bucket][one.start : one.stop], self._used)
+                    one.step(buckets[place[0]][one.start : one.stop], self._used)
 
     def _tell_norm(self) -> None:
         """Only the owners have the whole gradient."""
@@ -251,8 +257,10 @@ class ParameterServer(AllReduce):
         the weights of the step before; later, the step is made, and the loss is for the next exchange."""
         if self._needs_all:
             self._tell_norm()
-        trade = self._routes.trade(self.comm, self._weights_held, self._buckets(gradients), _WEIGHTS_TAG)
-        self._routes.put(self.comm.rank, self._weights_held, trade.rows, gradients.parameters)
+        newest = {place: self._editions.newest(place) for place in self._routes.owned_by(self.comm.rank)}
+        trade = self._routes.trade(self.comm, newest, self._buckets(gradients), _WEIGHTS_TAG)
+        self._editions.hold_together(newest)
+        self._routes.put(self.comm, newest, trade, gradients.parameters)
         with contextlib.suppress(PeerLost):
             trade.end(at_once=True).wait()
 
