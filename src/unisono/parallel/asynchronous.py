@@ -34,7 +34,7 @@ from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import Settings, leaves_gradients, pace_of
+from unisono.parallel.slice_optimizer import Settings, pace_of
 from unisono.parallel.slices import Place, Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
@@ -77,7 +77,6 @@ class Asynchronous(ParameterServer):
         self._shows = self._coding.is_exact and fresh == "pull" and delayed != "compensate"
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer)
-        self._leaves_gradients = leaves_gradients(self.optimizer)
         self._owner: Owner | None = None  # while a round is on
         self._source: Source | None = None  # likewise
         self._views: Views | None = None

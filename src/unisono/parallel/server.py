@@ -30,7 +30,7 @@ from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
 from unisono.parallel.editions import Editions
 from unisono.parallel.gradients import Gradients
-from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
+from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, leaves_gradients, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.parallel.weights import Routes, room_for
@@ -59,7 +59,7 @@ class ParameterServer(AllReduce):
         push: Push = lambda owned: owned,
         carry: Make = lambda _: {},
     ) -> None:
-        self._keeps_state = keeps_state(optimizer)
+        self._keeps_state, self._leaves_gradients = keeps_state(optimizer), leaves_gradients(optimizer)
         _refuse_gaps(model)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_pushing, carry)
         self.copies, self._make_push = copies, push
@@ -72,7 +72,8 @@ class ParameterServer(AllReduce):
         self._used: list[bool] = []
 
     def _make_pushing(self, comm: Comm, membership: Membership) -> Reducer:
-        self._owned = OwnedReducer(comm, membership, copies=self.copies)
+        leaves = self._leaves_gradients and getattr(self.before_update, "changes_nothing", False)
+        self._owned = OwnedReducer(comm, membership, copies=self.copies, leaves=leaves)
         return self._make_push(self._owned)
 
     @property
@@ -193,6 +194,8 @@ class ParameterServer(AllReduce):
 
     def begin_step(self, weights: Sequence[float]) -> None:
         self._summed = -1
+        self._owned.give_back()  # of a step that was skipped
+        self._owned.await_sent()  # before other gradients take the place of these
         super().begin_step(weights)
 
     def reduce(self, notes: Sequence[float]) -> Reduced:
@@ -208,7 +211,6 @@ class ParameterServer(AllReduce):
                 self._owned.collect_copies(target, bucket)
         self._summed = self.version
         reduced = super()._settle(gradients, blocked_s, notes)
-        self._owned.await_sent()  # owners take the gradients before they settle
         self._used = [parameter.grad is not None for parameter in gradients.parameters]
         return reduced
 
@@ -237,13 +239,14 @@ class ParameterServer(AllReduce):
         if not self._held:
             return
         self.before_update()
-        buckets = self._buckets(gradients)
+        buckets = [self._owned.sum_of(target, bucket) for bucket, target in enumerate(self._buckets(gradients))]
         for place, held in self._held.items():
             if any(one.version == version for one in held):
                 self._editions.make_way(place)
             for one in held:
                 if one.version == version:
                     one.step(buckets[place[0]][one.start : one.stop], self._used)
+        self._owned.give_back()
 
     def _tell_norm(self) -> None:
         """Only the owners have the whole gradient."""
