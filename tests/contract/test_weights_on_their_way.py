@@ -40,7 +40,7 @@ def test_everybody_has_all_of_them_in_the_parameters(kind: str) -> None:
         routes = Routes(layout, TEAM)
         held, buckets = held_by(comm, routes), [torch.zeros(count) for count in layout.bucket_elements]
         trade = routes.trade(comm, held, buckets, 7)
-        routes.put(comm.rank, held, trade.rows, parameters)
+        routes.put(comm, held, trade, parameters)
         trade.end(at_once=True).wait()
         return [parameter.detach() for parameter in parameters]
 
@@ -61,7 +61,7 @@ def test_who_has_heard_of_all_of_them_is_not_stopped_by_a_loss() -> None:
         trade = routes.trade(comms[0], {}, [torch.zeros(count) for count in layout.bucket_elements], 7)
         comms[1].close()
         del held, outgoing
-        routes.put(0, {}, trade.rows, parameters)
+        routes.put(comms[0], {}, trade, parameters)
         with pytest.raises(PeerLost):
             trade.end(at_once=True).wait()
         assert all(bool((parameter == 1).all()) for parameter in parameters)

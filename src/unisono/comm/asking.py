@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -44,6 +44,7 @@ class Words:
     what: int
     numbers: tuple[int, ...] = ()
     vectors: Sequence[Tensor] = ()
+    kept: Sequence[bool] = ()  # of an answer, by vector: it stays as it is, as agreed, and is not overwritten
 
     @property
     def size_bytes(self) -> int:
@@ -65,14 +66,17 @@ class Room:
 
 
 class Asked(Protocol):
-    """A question under way. What its answer brings lies in the room, if one was given."""
+    """A question under way. What its answer brings lies in the room, if one was given and it is not kept."""
 
     def wait(self) -> Words: ...
 
 
 class _Sent:
-    def __init__(self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int) -> None:
+    def __init__(
+        self, comm: Comm, peer: int, sent: Pending, room: Room, line: deque[_Sent], lane: int, keeps: bool
+    ) -> None:
         self._comm, self._peer, self._sent, self._room, self._line = comm, peer, sent, room, line
+        self._keeps = keeps
         self._header = torch.empty(_HEADER, dtype=torch.int64)
         self._tag = _ANSWER + _LANE * lane
         self._coming = comm.exchange([], [Message(peer, self._header)], self._tag)
@@ -87,7 +91,10 @@ class _Sent:
 
     def _take(self) -> None:
         self._coming.wait()
-        answer, _ = _receive(self._comm, self._peer, self._header, self._room, self._tag, borrows=False)
+        answer, trade = _receive(self._comm, self._peer, self._header, self._room, self._tag, borrows=self._keeps)
+        if self._keeps:
+            answer = _kept(answer, trade, self._room)
+            trade.end(at_once=True)
         self._sent.wait()
         self._answer = answer
 
@@ -113,11 +120,12 @@ class _Own:
 class Asker:
     """One at a time may wait; several questions may be under way, and are answered in order by each who is asked.
 
-    `own` answers what is asked of this rank itself.
+    `own` answers what is asked of this rank itself. Who `keeps` has agreed with those who answer for how long the
+    vectors that they show stay as they are.
     """
 
-    def __init__(self, comm: Comm, own: Answer | None = None, lane: int = 0) -> None:
-        self._comm, self._own, self._lane = comm, own, lane
+    def __init__(self, comm: Comm, own: Answer | None = None, lane: int = 0, keeps: bool = False) -> None:
+        self._comm, self._own, self._lane, self._keeps = comm, own, lane, keeps
         self._lines: dict[int, deque[_Sent]] = defaultdict(deque)  # by peer: what is under way, in the order asked
         self._own_line: deque[_Own] = deque()
         self._left: set[int] = set()
@@ -128,7 +136,7 @@ class Asker:
             return _Own(peer, words, self._own, self._own_line)
         self._refuse_left(peer)
         sent = _send(self._comm, peer, words, _QUESTION + _LANE * self._lane)
-        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer], self._lane)
+        return _Sent(self._comm, peer, sent, room or Room(), self._lines[peer], self._lane, self._keeps)
 
     def _refuse_left(self, peer: int) -> None:
         if peer in self._left:
@@ -232,6 +240,18 @@ def _receive(comm: Comm, peer: int, header: Tensor, room: Room, tag: int, borrow
     trade = Trade(comm, [], receives, tag + 1, borrows)
     rows = iter(trade.rows)
     return Words(what, tuple(rest[:numbers]), [next(rows) if vector.numel() else vector for vector in found]), trade
+
+
+def _kept(answer: Words, trade: Trade, room: Room) -> Words:
+    """What can be kept of an answer is, and the rest lies in the room."""
+    found, kept = [], iter(trade.kept)
+    for place, row in enumerate(answer.vectors):
+        own = next(kept) if row.numel() else None
+        box = room.of(place, row.dtype, row.numel())
+        if own is None and row.data_ptr() != box.data_ptr():
+            box.copy_(row)
+        found.append((box, False) if own is None else (own, True))
+    return replace(answer, vectors=[vector for vector, _ in found], kept=[keeps for _, keeps in found])
 
 
 @dataclass(frozen=True)

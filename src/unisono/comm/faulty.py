@@ -67,6 +67,9 @@ class FaultySharingComm(FaultyComm):
         self.on_collective()
         return self.sharing.borrow(receives, tag)
 
+    def private(self, tensor: Tensor) -> Tensor | None:
+        return self.sharing.private(tensor)
+
 
 def faulty(inner: Comm, on_collective: Callable[[], None]) -> FaultyComm:
     """With all that `inner` can do."""

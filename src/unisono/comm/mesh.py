@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.comm.mesh_arena import Arenas
 from unisono.comm.mesh_door import Door, Meeting
 from unisono.comm.mesh_loss import Loss
-from unisono.comm.mesh_pump import Pump
+from unisono.comm.mesh_pump import Pump, as_tensor
 from unisono.comm.mesh_shared import SHARED_BYTES
 from unisono.comm.seam import DONE, Message, Op, Pending
 from unisono.comm.sharing import Loan
@@ -95,6 +95,9 @@ class MeshComm:
     def empty(self, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A vector that workers of this host read where it is: for what is sent in every step, such as a bucket."""
         return self._arenas.empty(length, dtype)
+
+    def private(self, tensor: Tensor) -> Tensor | None:
+        return as_tensor(self._arenas.private(tensor.data_ptr(), tensor.nbytes), tensor)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()

@@ -4,6 +4,7 @@
 Whoever reduces the same large vector in every step lets the mesh make it (`MeshComm.empty`). Each is an arena: memory
 without a name, as in `mesh_shared`, whose descriptor a `mesh_link` hands over when it first sends something out of it.
 An arena lives as long as its tensor, over all generations. Without shared memory it is a tensor like any other.
+Whoever may keep what it was shown has it copy on write (`Private`): it reads its owner's memory, and writes to its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,39 @@ from unisono.comm.mesh_shared import Bytes, anonymous, sealed_bytes
 
 _FROM_BYTES = 1 << 18  # smaller tensors are not worth a descriptor
 _OFFSET_BITS = 48
+_PAGE_BYTES = mmap.PAGESIZE
+_WORD_BYTES = 8  # of a page in the kernel's table: three flags on top
+_IS_FILES, _IS_THERE = np.uint64(1), np.uint64(6)
+
+
+class Private:
+    """All of an arena, copy on write. A page that was written to no longer follows the arena, until it is renewed."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        """The descriptor stays the caller's to close. Raises OSError."""
+        self._map = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._memory = np.frombuffer(self._map, np.uint8)
+
+    def renewed(self, offset: int, length: int) -> Bytes:
+        """A part of it as the arena has it now: what was written to these pages is dropped."""
+        first = offset // _PAGE_BYTES
+        last = -(-(offset + length) // _PAGE_BYTES)
+        if _is_written(self._memory.ctypes.data // _PAGE_BYTES + first, last - first):
+            start = first * _PAGE_BYTES
+            self._map.madvise(mmap.MADV_DONTNEED, start, min(last * _PAGE_BYTES, len(self._memory)) - start)
+        return self._memory[offset : offset + length]
+
+
+def _is_written(first: int, pages: int) -> bool:
+    """Whether some pages of a private mapping are our own. To ask costs a tenth of dropping and finding them again."""
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as table:
+            words = np.frombuffer(os.pread(table.fileno(), pages * _WORD_BYTES, first * _WORD_BYTES), np.uint64)
+    except OSError:
+        return True
+    flags = words >> np.uint64(61)
+    ours = (flags & _IS_THERE != 0) & (flags & _IS_FILES == 0)
+    return len(words) < pages or bool(ours.any())
 
 
 @dataclass(frozen=True)
@@ -43,6 +77,7 @@ class Arenas:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self._by_number: dict[int, Arena] = {}
+        self._private: dict[int, Private] = {}  # by arena, where somebody has asked
         self._numbers = count()
         self.ended = 0  # how many are gone
 
@@ -72,6 +107,18 @@ class Arenas:
                 return arena
         return None
 
+    def private(self, address: int, length: int) -> Bytes | None:
+        """The same memory, as it is now, copy on write; None where it is not in an arena."""
+        arena = self.find(address, length)
+        if arena is None:
+            return None
+        if arena.number not in self._private:
+            try:
+                self._private[arena.number] = Private(arena.descriptor, arena.length)
+            except OSError:
+                return None
+        return self._private[arena.number].renewed(address - arena.start, length)
+
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
 
@@ -81,6 +128,7 @@ class Arenas:
             self._end(arena)
 
     def _end(self, arena: Arena) -> None:
+        self._private.pop(arena.number, None)
         if self._by_number.pop(arena.number, None) is not None:
             self.ended += 1
             with contextlib.suppress(OSError):
@@ -93,6 +141,7 @@ class Seen:
     def __init__(self) -> None:
         self.handed: list[int] = []  # descriptors that have come, in order, and were not announced yet
         self._memory: dict[int, Bytes] = {}
+        self._private: dict[int, Private] = {}
 
     def open(self, number: int) -> None:
         """The next descriptor is this arena. Raises OSError or ValueError."""
@@ -102,12 +151,19 @@ class Seen:
         try:
             size = sealed_bytes(descriptor)
             self._memory[number] = np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
+            self._private[number] = Private(descriptor, size)
         finally:
             os.close(descriptor)
 
     def close(self, number: int) -> None:
         """Its owner has no use for it any more."""
         self._memory.pop(number, None)
+        self._private.pop(number, None)
+
+    def private_at(self, place: int, length: int) -> Bytes | None:
+        """What `at` gives, as it is now, copy on write; None for what was not shown, or is gone."""
+        private = self._private.get(place >> _OFFSET_BITS)
+        return None if private is None else private.renewed(place & ((1 << _OFFSET_BITS) - 1), length)
 
     def at(self, place: int, length: int) -> Bytes:
         memory = self._memory.get(place >> _OFFSET_BITS)
@@ -119,4 +175,4 @@ class Seen:
     def forget(self) -> None:
         for descriptor in self.handed:
             os.close(descriptor)
-        self.handed, self._memory = [], {}
+        self.handed, self._memory, self._private = [], {}, {}

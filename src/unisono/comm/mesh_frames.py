@@ -28,6 +28,7 @@ class Incoming:
     elsewhere: bool = False
     whole: bool = False
     shown: int = -1  # which of those that we were shown, if it was
+    place: int = -1  # and where it lies
 
     def stay(self, memory: memoryview) -> None:
         self.memory, self.elsewhere = memory, True

@@ -52,7 +52,7 @@ class Link:
         self._ended = arenas.ended  # of our arenas, when the other side last heard of it
         self._showing: dict[int, Outgoing] = {}  # messages that the other side has not read yet
         self._shown = 0  # messages, ever
-        self._seen, self._seen_count = Seen(), 0
+        self.seen, self._seen_count = Seen(), 0
         self._posted: dict[int, deque[Incoming]] = {}
         self._early: dict[int, deque[Incoming]] = {}
         self._stage = memoryview(bytearray(_STAGE_BYTES))
@@ -67,7 +67,7 @@ class Link:
     def forget(self) -> None:
         """Close what this process has open, without a word; shared memory goes with the last who looks at it."""
         self.sock.close()
-        self._seen.forget()
+        self.seen.forget()
         self._lanes = self._outlet = self._inlet = None
         self._early, self._current = {}, None  # which may lie in the other side's memory
         self._waiting.clear()  # and in our own, which nobody will ask for again
@@ -214,7 +214,7 @@ class Link:
         if not early:
             del self._early[tag]
         self._same_length(len(found.memory), len(message.memory))
-        message.shown = found.shown
+        message.shown, message.place = found.shown, found.place
         if found.whole and message.borrows:
             message.stay(found.memory)
             message.finish()
@@ -271,7 +271,7 @@ class Link:
         assert isinstance(self.sock, socket.socket)
         count, words, _, _ = self.sock.recvmsg_into([room], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
         for _, _, data in words:
-            self._seen.handed.extend(array("i", data))
+            self.seen.handed.extend(array("i", data))
         return count
 
     @property
@@ -338,9 +338,9 @@ class Link:
             elif word == ROOM and self._outlet is not None:
                 self._outlet.give_back(number)
             elif word == ARENA and self._lanes is not None:
-                self._seen.open(number)
+                self.seen.open(number)
             elif word == GONE:
-                self._seen.close(number)
+                self.seen.close(number)
             elif word == SHOWN and self._by_lane:
                 self._read_shown(number)
             elif word == TAKEN and number in self._showing:
@@ -358,8 +358,8 @@ class Link:
         """If somebody has asked for it. Otherwise, or if he borrows, it stays where it is and the other side waits."""
         message = self._current
         assert message is not None
-        there = self._seen.at(place, len(message.memory))
-        message.shown, self._seen_count = self._seen_count, self._seen_count + 1
+        there = self.seen.at(place, len(message.memory))
+        message.place, message.shown, self._seen_count = place, self._seen_count, self._seen_count + 1
         if message.count is None or message.borrows:
             message.stay(there.data)
         else:

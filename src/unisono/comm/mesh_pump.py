@@ -25,6 +25,7 @@ from unisono.comm.mesh_arena import Arenas
 from unisono.comm.mesh_frames import Count, Incoming
 from unisono.comm.mesh_link import Link
 from unisono.comm.mesh_loss import Broken, Loss
+from unisono.comm.mesh_shared import Bytes
 from unisono.comm.mesh_talk import Line
 from unisono.comm.seam import Message
 
@@ -75,8 +76,21 @@ class Borrowing(Exchange):
             for (message, _), coming in zip(self._receives, self._incoming, strict=True)
         ]
 
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """After `wait`, and before it is given back."""
+        return [
+            as_tensor(link.seen.private_at(coming.place, len(coming.memory)), message.tensor)
+            for (message, link), coming in zip(self._receives, self._incoming, strict=True)
+        ]
+
     def give_back(self, at_once: bool = False) -> None:
         self._pump.give_back(self, at_once)
+
+
+def as_tensor(memory: Bytes | None, like: Tensor) -> Tensor | None:
+    """On this memory, which lives as long as the tensor."""
+    return None if memory is None else torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def tensor_at(memory: memoryview, like: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ class Loan(Pending, Protocol):
     def rows(self) -> list[Tensor]:
         """In the order asked for, after `wait`. Not to be written to."""
 
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """The rows once more, to be kept after `give_back`: each reads its sender's memory, for as long as the two have
+        agreed on, and what is written to it stays here until the row comes again. None: it was not shown but sent."""
+
     def give_back(self, at_once: bool = False) -> None:
         """The senders hear it with the next exchange or wait, or now.
 
@@ -42,12 +47,20 @@ class Sharing(Protocol):
     def borrow(self, receives: Sequence[Message], tag: int) -> Loan:
         """Receive, or be shown. Nobody may wait for a send of his own before he has given back what he borrows."""
 
+    def private(self, tensor: Tensor) -> Tensor | None:
+        """What others `kept` of a vector that was made here, for ourselves; None if it lies elsewhere."""
+
 
 def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector for what is sent over `comm` again and again."""
     if isinstance(comm, Sharing) and device.type == "cpu":
         return comm.empty(length, dtype)
     return torch.empty(length, dtype=dtype, device=device)
+
+
+def private_of(comm: Comm, tensor: Tensor) -> Tensor | None:
+    """The same memory as it is now, copy on write, where `empty_for` has made it to be shared."""
+    return comm.private(tensor) if isinstance(comm, Sharing) else None
 
 
 class Trade:
@@ -71,6 +84,11 @@ class Trade:
         else:
             comm.exchange(sends, receives, tag).wait()
             self.rows = [message.tensor for message in receives]
+
+    @property
+    def kept(self) -> list[Tensor | None]:
+        """Of each row, what may be read after `end` too: see `Loan`."""
+        return [None] * len(self.rows) if self._loan is None else self._loan.kept
 
     def end(self, at_once: bool = False) -> Pending:
         """The rows are not needed any more. Returns what the sent tensors must wait for before they may change.

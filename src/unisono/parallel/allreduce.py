@@ -56,6 +56,7 @@ class AllReduce:
     gradients, for every generation; `carry` what it keeps for each microbatch from step to step, in `carried`.
     """
 
+    changes_only_in_step = True
     noise_every = 0  # steps between two looks at the squared norm of each microbatch's gradient; 0: never
     _may_leave_gradients = True  # where autograd puts them, in steps of one microbatch
     scale: Scale = _One()  # of the loss, for gradients too small for half precision

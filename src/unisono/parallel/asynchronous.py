@@ -35,7 +35,7 @@ from unisono.parallel.owing import Debts
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
 from unisono.parallel.round_words import bounds, by_number, flags, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import Settings, leaves_gradients, pace_of
+from unisono.parallel.slice_optimizer import Settings, pace_of
 from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
@@ -54,6 +54,7 @@ class Asynchronous(ParameterServer):
     """`bound`: how many steps a worker may be ahead of the slowest; None: any number. `fresh`: how weights come to
     workers. `compression` of what travels both ways, with draws from `seed`."""
 
+    changes_only_in_step = False
     skips = False  # pieces whose loss is not finite
     counts = False  # weights of microbatches are counts of whatever they are means over, not shares of their step
 
@@ -73,9 +74,10 @@ class Asynchronous(ParameterServer):
         self.settings_ahead: SettingsAhead = _as_they_are
         self._coding = Coding(compression, seed)
         self._outgoing, self._debts = Outgoing(self.comm, self._coding), Debts(emit)
+        # Workers compute on weights where the owners have them.
+        self._shows = self._coding.is_exact and fresh == "pull" and delayed != "compensate"
         self._keeps_state = True  # a slice that nobody has cannot be had from a model in the middle of a round
         self.tallies, self._pace = Tallies(), pace_of(self.optimizer, self._tables)
-        self._leaves_gradients = leaves_gradients(self.optimizer, self._tables)
         self._owner: Owner | None = None  # while a round is on
         self._source: Source | None = None  # likewise
         self._views: Views | None = None
@@ -93,6 +95,7 @@ class Asynchronous(ParameterServer):
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
             self._rooms = [Room() for _ in membership.members]
             self._holdings, self._views = Holdings(membership), None
+            self._editions.hold_together(self._routes.owned_by(self.comm.rank))
             self._ask_what_was_seen(membership)
             if self._coding.feedback:
                 self._debts.settle(self.comm, membership, self._outgoing, f"in round {self.version + 1}")
@@ -174,7 +177,7 @@ class Asynchronous(ParameterServer):
 
     def work(self, mine: range, turns: int) -> Iterator[tuple[int, int]]:
         """The microbatches to compute, as the clock hands them out, and the turn of each."""
-        self._asker = Asker(self.comm)
+        self._asker = Asker(self.comm, keeps=self._shows)
         if self.comm.rank in self._membership.owners:
             self._owner = self._own(turns)
         if len(mine):
@@ -193,8 +196,8 @@ class Asynchronous(ParameterServer):
         assert gradients is not None
         places = {rank: owned_by(rank, gradients.layout, self._membership) for rank in known}
 
-        def put(rank: int, which: int, vector: Tensor, draw: int) -> None:
-            self._holdings.put(places[rank][which], vector, draw, gradients, coding)
+        def put(rank: int, which: int, vector: Tensor, draw: int, kept: bool) -> None:
+            self._holdings.put(places[rank][which], vector, draw, kept, gradients, coding)
 
         if self.fresh == "push":
             self._source = Pushed(self.comm, self._begin_asking, known, put, self.bound)
@@ -223,7 +226,7 @@ class Asynchronous(ParameterServer):
         if self._views is None:
             places, keeps = owned_by(self.comm.rank, layout, membership), self.delayed == "compensate"
             dense = [place for place in places if not layout.width(place[0])]
-            self._views = Views(self.comm, dense, self._held, self._coding, keeps)
+            self._views = Views(self.comm, dense, self._editions, self._coding, keeps, self._shows)
         borrows = self._leaves_gradients and self.delayed != "compensate"
         ahead, subscribed = self.settings_ahead(turns), self.fresh == "push"
         manner = Manner(self._pace, ahead, self._coding, self.delayed, subscribed, borrows)

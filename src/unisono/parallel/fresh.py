@@ -27,6 +27,7 @@ from unisono.parallel.owner import NEWEST, NOT_WANTED, OVER, PULL, SUBSCRIBE, SU
 from unisono.parallel.rows import unpacked
 from unisono.parallel.slice_optimizer import in_memory
 from unisono.parallel.slices import Place, segments
+from unisono.parallel.weights import put
 
 Fresh = Literal["pull", "push"]
 Ask = Callable[[int, Words], Callable[[], Words]]
@@ -40,8 +41,9 @@ class Holdings:
         self._scratch: dict[Place, Tensor] = {}
 
     @torch.no_grad()
-    def put(self, place: Place, vector: Tensor, draw: int, gradients: Gradients, coding: Coding) -> None:
-        """A slice into the model: as it is, or a code of how it has changed; of a table, the rows that have."""
+    def put(self, place: Place, vector: Tensor, draw: int, kept: bool, gradients: Gradients, coding: Coding) -> None:
+        """A slice into the model: as it is, itself if it may be `kept`; or a code of how it has changed; of a table,
+        the rows that have."""
         if gradients.layout.width(place[0]):
             position = gradients.table(place[0])
             rows, _ = unpacked(vector, gradients.kind(position))
@@ -52,14 +54,14 @@ class Holdings:
             scratch = self._scratch.setdefault(place, torch.empty(place[2] - place[1]))
             vector = coding.decode_difference(vector, scratch, draw)
         for one in segments(gradients.layout, *place):
-            target = in_memory(gradients.parameters[one.parameter])[one.inside]
+            parameter = gradients.parameters[one.parameter]
             if is_code:
-                target.add_(vector[one.here])
+                in_memory(parameter)[one.inside].add_(vector[one.here])
             else:
-                target.copy_(vector[one.here])
+                put(parameter, one, vector, vector if kept else None)
 
 
-Put = Callable[[int, int, Tensor, int], None]  # rank, which of its slices, vector, draw
+Put = Callable[[int, int, Tensor, int, bool], None]  # rank, which of its slices, vector, draw, whether it may be kept
 
 
 class Source(Protocol):
@@ -86,7 +88,7 @@ class Pulled:
         if answer.what == OVER:
             return None
         turn, start, stop, oldest, waited, *fresh = answer.numbers
-        self._receive(first, fresh, answer.vectors)
+        self._receive(first, fresh, answer)
         if waited or (self._bound is not None and turn - self._bound > self._complete):
             self._end_pulling(self._begin_pulling(others))
         self._complete = oldest
@@ -101,12 +103,13 @@ class Pulled:
     def _end_pulling(self, under_way: Sequence[tuple[int, Callable[[], Words]]]) -> None:
         for rank, wait in under_way:
             answer = wait()
-            self._receive(rank, answer.numbers, answer.vectors)
+            self._receive(rank, answer.numbers, answer)
 
-    def _receive(self, rank: int, numbers: Sequence[int], vectors: Sequence[Tensor]) -> None:
+    def _receive(self, rank: int, numbers: Sequence[int], answer: Words) -> None:
         updates, draw = numbers
-        for which, vector in zip(vectors[0].tolist() if vectors else (), vectors[1:], strict=True):
-            self._put(rank, which, vector, draw)
+        vectors, kept = answer.vectors, answer.kept or [False] * len(answer.vectors)
+        for which, vector, keeps in zip(vectors[0].tolist() if vectors else (), vectors[1:], kept[1:], strict=True):
+            self._put(rank, which, vector, draw, keeps)
         self._known[rank] = updates
 
 
@@ -131,7 +134,7 @@ class Subscription:
                 raise self._failure
             for which, letters in self._mail.items():
                 for vector, draw in letters:
-                    put(self._rank, which, vector, draw)
+                    put(self._rank, which, vector, draw, False)
             self._mail.clear()
             return self._updates
 

@@ -121,6 +121,8 @@ class Local:
     """`before_update` (clipping, L1) is called before every local update. `carry` is what else belongs to microbatches:
     a codec's residuals, for a `make_reducer` that needs them in `carried`."""
 
+    changes_only_in_step = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -13,7 +13,7 @@ import contextlib
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,7 +32,7 @@ from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import Place
 from unisono.parallel.table_slices import TableOptimizer
 from unisono.parallel.table_views import TableViews
-from unisono.parallel.views import Held, Views, owned_by
+from unisono.parallel.views import Views, owned_by
 
 TAKE, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(10)
 COPIES, SUBSCRIPTIONS = 1, 2  # lanes, beside that of other questions
@@ -74,7 +74,7 @@ class Owner:
         self,
         comm: Comm,
         membership: Membership,
-        held: Held,
+        held: Mapping[Place, Sequence[SliceOptimizer]],
         layout: Layout,
         views: Views,
         tallies: Tallies,
@@ -209,6 +209,7 @@ class Owner:
         elif manner.delayed == "compensate" and delay and vectors:
             vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
         words = Words(COPY, (turn, first, last, bits(pace), loss, draw), vectors)
+        self._views.make_way(rank, self._changed_by(words))
         made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
@@ -217,6 +218,19 @@ class Owner:
         self._tallies.delays[delay] += 1
         self._tallies.updates += 1
         return made
+
+    def _changed_by(self, words: Words) -> list[Place]:
+        """Which of our dense slices an update will change."""
+        *piece, pace, _, _ = words.numbers
+        if not number(pace):
+            return []
+        seen, used = Piece(*piece), words.vectors[-1].tolist()
+        return [
+            place
+            for place in self._places
+            if place[0] < self._dense
+            and any(seen not in one.seen and one.is_changed_by(used) for one in self._held[place])
+        ]
 
     @torch.no_grad()
     def _compensated(self, rank: int, vectors: Sequence[Tensor], draw: int) -> list[Tensor]:

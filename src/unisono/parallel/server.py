@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from unisono.core.errors import PeerLost, SetupError, SlicesLost
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
+from unisono.parallel.editions import Editions
 from unisono.parallel.gradients import Gradients
 from unisono.parallel.row_exchange import Cuts
 from unisono.parallel.served_tables import put_rows, rows_wanted, trade_rows
-from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, put_in, taken_out
+from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, leaves_gradients, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.parallel.table_slices import TableOptimizer
@@ -63,17 +65,19 @@ class ParameterServer(AllReduce):
         _refuse_gaps(model)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_pushing, carry)
         self._keeps_state = keeps_state(optimizer, self._tables) or self._keeps_rows
+        self._leaves_gradients = leaves_gradients(optimizer, self._tables)
         self.copies, self._make_push = copies, push
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
         self._held: dict[Place, list[SliceOptimizer]] = {}
-        self._weights_held: dict[Place, Tensor] = {}  # all that lies in each place
+        self._editions = Editions(self._held, {}, dict)
         self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
         self._used: list[bool] = []
 
     def _make_pushing(self, comm: Comm, membership: Membership) -> Reducer:
-        self._owned = OwnedReducer(comm, membership, copies=self.copies)
+        leaves = self._leaves_gradients and getattr(self.before_update, "changes_nothing", False)
+        self._owned = OwnedReducer(comm, membership, copies=self.copies, leaves=leaves)
         return self._make_push(self._owned)
 
     @property
@@ -141,7 +145,8 @@ class ParameterServer(AllReduce):
         """What nobody holds is as the model and its optimizer have it: at the beginning that is all there is."""
         layout, parameters = gradients.layout, gradients.parameters
         held: dict[Place, list[SliceOptimizer]] = {}
-        room = room_for({place: parameters[layout.members(place[0])[0]].dtype for place in wanted}, self.comm)
+        kinds = {place: parameters[layout.members(place[0])[0]].dtype for place in wanted}
+        room = room_for(kinds, self.comm)
         taken: list[Slice] = []
         lost = False
         for place in wanted:
@@ -160,7 +165,9 @@ class ParameterServer(AllReduce):
         if not lost:
             self._inherited += taken  # with the old ones: whoever is lost now may have had the only other copy
         rows = self.comm.gather(torch.tensor([lost]))
-        self._held, self._weights_held, self._inherited = held, room, []  # all have theirs
+        self._held, self._inherited = held, []  # all have theirs
+        dense = {place: kind for place, kind in kinds.items() if not layout.width(place[0])}
+        self._editions = Editions(held, {place: room[place] for place in dense}, partial(room_for, dense, self.comm))
         if any(bool(row.item()) for row in rows):
             self._held = {}
             many = "one server" if self.copies == 1 else f"{self.copies} servers"
@@ -186,6 +193,8 @@ class ParameterServer(AllReduce):
 
     def begin_step(self, weights: Sequence[float]) -> None:
         self._summed = -1
+        self._owned.give_back()  # of a step that was skipped
+        self._owned.await_sent()  # before other gradients take the place of these
         super().begin_step(weights)
 
     def reduce(self, notes: Sequence[float]) -> Reduced:
@@ -201,7 +210,6 @@ class ParameterServer(AllReduce):
                 self._owned.collect_copies(target, bucket)
         self._summed = self.version
         reduced = super()._settle(gradients, blocked_s, notes)
-        self._owned.await_sent()  # owners take the gradients before they settle
         self._used = [parameter.grad is not None for parameter in gradients.parameters]
         return reduced
 
@@ -230,15 +238,19 @@ class ParameterServer(AllReduce):
         if not self._held:
             return
         self.before_update()
-        buckets = self._buckets(gradients)
-        for (bucket, _, _), held in self._held.items():
+        buckets = [self._owned.sum_of(target, bucket) for bucket, target in enumerate(self._buckets(gradients))]
+        for place, held in self._held.items():
+            is_table = bool(gradients.layout.width(place[0]))
+            if not is_table and any(one.version == version for one in held):
+                self._editions.make_way(place)
             for one in held:
                 if one.version != version:
                     continue
                 if isinstance(one, TableOptimizer):
-                    one.step(one.gradient_from(gradients.row_sums(gradients.table(bucket))[0]), self._used)
+                    one.step(one.gradient_from(gradients.row_sums(gradients.table(place[0]))[0]), self._used)
                 else:
-                    one.step(buckets[bucket][one.start : one.stop], self._used)
+                    one.step(buckets[place[0]][one.start : one.stop], self._used)
+        self._owned.give_back()
 
     def _rows_wanted(self, gradients: Gradients, position: int) -> Cuts:
         bucket = gradients.layout.slots[position].bucket
@@ -257,8 +269,10 @@ class ParameterServer(AllReduce):
         if self._needs_all:
             self._tell_norm()
         told = trade_rows(self.comm, self._membership, self._held, gradients) if gradients.tables else []
-        trade = self._routes.trade(self.comm, self._weights_held, self._buckets(gradients), _WEIGHTS_TAG)
-        self._routes.put(self.comm.rank, self._weights_held, trade.rows, gradients.parameters)
+        newest = {place: self._editions.newest(place) for place in self._routes.owned_by(self.comm.rank)}
+        trade = self._routes.trade(self.comm, newest, self._buckets(gradients), _WEIGHTS_TAG)
+        self._editions.hold_together(newest)
+        self._routes.put(self.comm, newest, trade, gradients.parameters)
         put_rows(gradients, told, self._held)
         with contextlib.suppress(PeerLost):
             trade.end(at_once=True).wait()

@@ -25,12 +25,14 @@ from unisono.parallel.slices import Slice, Whole, segments
 Settings = Sequence[Mapping[str, Any]]
 """Of an optimizer, by group of parameters: what is other than in the user's own."""
 
+_MORE_THAN_PLAIN = ("momentum", "weight_decay", "nesterov", "maximize", "differentiable", "fused")  # of SGD
 _TRIAL_STEPS = 3
 _PACE_STEPS = 20  # some warm up
 
 
 class SliceOptimizer:
-    """`parameters` as the layout counts them. Keeps the weights in `room`, if given, and changes them in place."""
+    """`parameters` as the layout counts them. Keeps the weights in `room`, if given, and changes them in place, until
+    they `move`."""
 
     def __init__(
         self,
@@ -43,9 +45,10 @@ class SliceOptimizer:
         self._user, self._bucket = optimizer, made_of.bucket
         self.start, self.stop = made_of.start, made_of.stop  # of the bucket
         self.version, self.seen = made_of.version, dict(made_of.seen)
-        self.weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
+        self._weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
+        self._left: Tensor | None = None  # the weights, as long as they are not in their new memory yet
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
-        self._parts = {one.parameter: nn.Parameter(self._shaped(self.weights[one.here])) for one in self._segments}
+        self._parts = {one.parameter: nn.Parameter(self._shaped(self._weights[one.here])) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
         self._optimizer = like(optimizer)
         for position, kept in made_of.whole.items():
@@ -74,14 +77,67 @@ class SliceOptimizer:
         """One update from the slice's gradient, with `pace` times the learning rate. A parameter that nobody `used` has
         none, as in plain PyTorch; whether there was any other here, is returned. `settings` take the place of the
         user's."""
-        for one in self._segments:
-            self._parts[one.parameter].grad = self._part_of(gradient, one.here) if used[one.parameter] else None
         self._follow_settings(pace, settings)
-        self._optimizer.step()
-        for part in self._parts.values():
-            part.grad = None
+        rates = self._plain_rates() if self._left is not None else None
+        if self._left is not None and rates is not None:
+            self._step_on_the_way(self._left, gradient, used, rates)
+        else:
+            self._arrive()
+            for one in self._segments:
+                self._parts[one.parameter].grad = self._part_of(gradient, one.here) if used[one.parameter] else None
+            self._optimizer.step()
+            for part in self._parts.values():
+                part.grad = None
         self.version += 1
+        return self.is_changed_by(used)
+
+    def is_changed_by(self, used: Sequence[bool]) -> bool:
+        """Whether there is a gradient for any of it."""
         return any(used[one.parameter] for one in self._segments)
+
+    @property
+    def weights(self) -> Tensor:
+        self._arrive()
+        return self._weights
+
+    def move(self, room: Tensor) -> None:
+        """On in other memory; what is here stays as it is. The weights go there with the next update, or when they are
+        asked for."""
+        self._left, self._weights = self.weights, room
+        for one in self._segments:
+            self._parts[one.parameter].data = room[one.here]
+
+    @torch.no_grad()
+    def _arrive(self) -> None:
+        if self._left is not None:
+            self._weights.copy_(self._left)
+            self._left = None
+
+    def _step_on_the_way(
+        self, left: Tensor, gradient: Tensor, used: Sequence[bool], rates: Mapping[int, float]
+    ) -> None:
+        """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update."""
+        for one in self._segments:
+            source, target = left[one.here], self._weights[one.here]
+            if used[one.parameter] and one.parameter in rates:
+                torch.add(source, gradient[one.here], alpha=-rates[one.parameter], out=target)
+            else:
+                target.copy_(source)
+        self._left = None
+
+    def _plain_rates(self) -> dict[int, float] | None:
+        """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the
+        gradient."""
+        hooks = (self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks)
+        if type(self._optimizer) is not torch.optim.SGD or any(hooks):
+            return None
+        positions = {id(part): position for position, part in self._parts.items()}
+        found: dict[int, float] = {}
+        for group in self._optimizer.param_groups:
+            if type(group["lr"]) is not float or any(group.get(name) for name in _MORE_THAN_PLAIN):
+                return None
+            found |= {positions[id(part)]: group["lr"] for part in group["params"]}
+        return found
 
     def _follow_settings(self, pace: float, settings: Settings) -> None:
         self._optimizer.param_groups = [

@@ -58,6 +58,8 @@ class Reduced:
 
 
 class Strategy(Protocol):
+    changes_only_in_step: bool  # parameters: from one `step` to the next they stay as they are
+
     def configure(self, membership: Membership | None) -> None:
         """Take up a generation: who computes what from the next step on. None: the one before is over, and with it
         the step in hand; everything is to be as it was before that step."""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each worker holds of an owner's slices, and what of them is new to it: the owner's half of sending weights.
 
-Each slice has a version, the number of the update that changed it last, so a slice that a worker has is not sent again,
-and each is copied as a whole between two updates: a worker never gets half of one. Weights travel as they are, or as
-the code of their difference to what the worker holds. Called by `owner`, one call at a time.
+Each slice has a version, the number of the update that changed it last, so a slice that a worker has is not sent again.
+Weights travel as they are, or as the code of their difference to what the worker holds. A worker never gets half of an
+update: it is shown an edition that nobody changes while it computes, or one that was copied for it between two updates.
+Called by `owner`, one call at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -19,11 +20,9 @@ from unisono.comm.seam import Comm
 from unisono.comm.sharing import empty_for
 from unisono.core.membership import Membership
 from unisono.parallel.coding import Coding
+from unisono.parallel.editions import Editions
 from unisono.parallel.layout import Layout
-from unisono.parallel.slice_optimizer import SliceOptimizer
 from unisono.parallel.slices import Place
-
-Held = Mapping[Place, Sequence[SliceOptimizer]]
 
 _ALIGNMENT = 64  # elements
 
@@ -43,11 +42,13 @@ def owned_by(rank: int, layout: Layout, membership: Membership, copy: int = 0) -
 
 class Views:
     """Of one generation, and of dense `places`. `keeps`: what a worker holds is looked at again, for differences or for
-    what comes late."""
+    what comes late. `shows`: workers get the newest editions, and hold them until they push."""
 
-    def __init__(self, comm: Comm, places: Sequence[Place], held: Held, coding: Coding, keeps: bool) -> None:
-        self._comm, self._places, self._held, self._coding = comm, places, held, coding
-        self._keeps = keeps or not coding.is_exact
+    def __init__(
+        self, comm: Comm, places: Sequence[Place], editions: Editions, coding: Coding, keeps: bool, shows: bool
+    ) -> None:
+        self._comm, self._places, self._editions, self._coding = comm, places, editions, coding
+        self._keeps, self.shows = keeps or not coding.is_exact, shows
         self._changed = [0] * len(places)  # by slice: its version
         self._rooms: dict[int, list[Tensor]] = {}  # by worker, by slice
         self._start: list[Tensor] = []  # the weights that all hold when a round begins
@@ -56,6 +57,7 @@ class Views:
 
     def begin_round(self) -> None:
         """Everybody who had our weights has them as they are."""
+        self._editions.hold_apart(range(self._comm.size))
         self._moved, self._owed = set(), set()
         if self._keeps:
             self._start = [self._weights(place).clone() for place in range(len(self._places))]
@@ -64,12 +66,23 @@ class Views:
         for place in changed:
             self._changed[place] = update
 
+    def make_way(self, rank: int, places: Sequence[Place]) -> None:
+        """Before an update of these slices from what this worker has computed."""
+        if self.shows:
+            self._editions.release(rank)
+        for place in places:
+            self._editions.make_way(place)
+
     def held_by(self, rank: int) -> list[Tensor]:
         return self._rooms[rank] if rank in self._moved else self._start
 
     @torch.no_grad()
     def newer(self, rank: int, known: int, draw: int) -> list[Tensor]:
         """For a worker that has our weights as of update `known`, or none (-1): which slices, and each of them."""
+        if self.shows:
+            which = [place for place, version in enumerate(self._changed) if known < 0 or version > known]
+            self._editions.hold(rank, [self._places[place] for place in which])
+            return [torch.tensor(which), *map(self._weights, which)] if which else []
         if rank not in self._rooms:
             self._rooms[rank] = self._empty()
         if self._keeps and rank not in self._moved and known >= 0:
@@ -100,10 +113,7 @@ class Views:
         return code
 
     def _weights(self, place: int) -> Tensor:
-        """In one piece, which they are unless slices have been joined from others."""
-        held = sorted(self._held[self._places[place]], key=lambda one: one.start)
-        parts = [one.weights for one in held]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self._editions.newest(self._places[place])
 
     def _empty(self) -> list[Tensor]:
         """Those of one dtype lie in one vector: shared memory costs descriptors by the piece."""

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of weights from the owners of slices into everybody's parameters: one copy, by whoever wants them.
+"""The way of weights from the owners of slices into everybody's parameters: without a copy inside a host.
 
 Weights of slices lie in memory that others of the host can read (`room_for`). `Routes` says which part of whose slice
-is which part of which parameter. Nothing is written before all owners have shown theirs: an owner changes them only in
-the next step, and a lost one not at all, so from there on nobody can be stopped half way. Called by server strategies.
+is which part of which parameter. A parameter that lies in one slice becomes a view of it, copy on write, so that
+nothing that a script does to it reaches the owner; others are copied. Nothing is changed before all owners have shown
+theirs: an owner leaves them as they are while somebody has them (`editions`), so from there on nobody can be stopped
+half way. Called by server strategies.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from torch import Tensor, nn
 
 from unisono.comm.reducers.owned import shared_out
 from unisono.comm.seam import Comm, Message
-from unisono.comm.sharing import Trade, empty_for
+from unisono.comm.sharing import Trade, empty_for, private_of
 from unisono.comm.slicing import length_of
 from unisono.core.membership import Membership
 from unisono.parallel.layout import Layout
 from unisono.parallel.slice_optimizer import in_memory
 from unisono.parallel.slices import Place, Segment, segments
 
-_ALIGNMENT = 1024  # elements: slices start on pages
+_ALIGNMENT_BYTES = 4096  # slices start on pages
 
 
 def room_for(places: Mapping[Place, torch.dtype], comm: Comm) -> dict[Place, Tensor]:
@@ -31,12 +33,22 @@ def room_for(places: Mapping[Place, torch.dtype], comm: Comm) -> dict[Place, Ten
     room: dict[Place, Tensor] = {}
     for dtype in set(places.values()):
         own = [place for place, kind in places.items() if kind == dtype]
-        aligned = [-(-(stop - start) // _ALIGNMENT) * _ALIGNMENT for _, start, stop in own]
-        rest = empty_for(comm, sum(aligned), dtype, torch.device("cpu"))
+        page = _ALIGNMENT_BYTES // dtype.itemsize
+        aligned = [-(-(stop - start) // page) * page for _, start, stop in own]
+        rest = empty_for(comm, sum(aligned), dtype, torch.device("cpu")).zero_()  # between parameters nothing is put
         for (bucket, start, stop), taken in zip(own, aligned, strict=True):
             room[bucket, start, stop] = rest[: stop - start]
             rest = rest[taken:]
     return room
+
+
+@torch.no_grad()
+def put(parameter: nn.Parameter, one: Segment, vector: Tensor, kept: Tensor | None) -> None:
+    """A part of a slice where it belongs: as a view of what may be `kept` of the slice, or else a copy."""
+    if kept is not None and one.inside == slice(0, parameter.numel()):
+        parameter.data = kept[one.here].as_strided(parameter.shape, parameter.stride())
+    else:
+        in_memory(parameter)[one.inside].copy_(vector[one.here])
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,9 @@ class Routes:
             if length_of(part)
         ]
 
+    def owned_by(self, rank: int) -> list[Place]:
+        return [route.place for route in self.routes if route.owner == rank]
+
     def trade(self, comm: Comm, held: Mapping[Place, Tensor], buckets: Sequence[Tensor], tag: int) -> Trade:
         """Our weights to all and theirs to us; into `buckets` where they cannot be read where they lie."""
         others = [rank % comm.size for rank in range(comm.rank + 1, comm.rank + comm.size)]
@@ -71,13 +86,13 @@ class Routes:
                 receives.append(Message(route.owner, buckets[bucket][start:stop]))
         return Trade(comm, sends, receives, tag)
 
-    @torch.no_grad()
-    def put(
-        self, rank: int, held: Mapping[Place, Tensor], rows: Sequence[Tensor], parameters: Sequence[nn.Parameter]
-    ) -> None:
+    def put(self, comm: Comm, held: Mapping[Place, Tensor], trade: Trade, parameters: Sequence[nn.Parameter]) -> None:
         """What came of others, and our own, into the parameters."""
-        coming = iter(rows)
+        coming = iter(zip(trade.rows, trade.kept, strict=True))
         for route in self.routes:
-            vector = held[route.place] if route.owner == rank else next(coming)
+            if route.owner == comm.rank:
+                vector, kept = held[route.place], private_of(comm, held[route.place])
+            else:
+                vector, kept = next(coming)
             for one in route.segments:
-                in_memory(parameters[one.parameter])[one.inside].copy_(vector[one.here])
+                put(parameters[one.parameter], one, vector, kept)

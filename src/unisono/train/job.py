@@ -205,6 +205,7 @@ class Job(Teller):
 
     def save_if_wanted(self, rows: Sequence[Riders], is_last: bool = False, lasts: bool = True) -> None:
         """At a step boundary. `lasts`: until the next update, nobody changes parameters and optimizer state."""
+        lasts &= self.strategy.changes_only_in_step
         assert self.session.membership is not None
         members = self.session.membership.members
         self.checkpoints.after_step(self.state.step, rows, members, self.comm, is_last, lasts)

@@ -157,6 +157,10 @@ class Update:
         self.norm_reading: Callable[[], float | None] = _no_norm
 
     @property
+    def changes_nothing(self) -> bool:
+        return not self.l1 and self.value is None and self.norm is None
+
+    @property
     def grad_norm(self) -> float | None:
         """Of the last step's gradients. Asking for it waits for the device, the first time."""
         return self.norm_reading()
@@ -167,7 +171,7 @@ class Update:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if not self.l1 and self.value is None and self.norm is None:
+        if self.changes_nothing:
             return
         with_gradient = [_dense(p) for p in self.model.parameters() if p.grad is not None]
         if self.l1:

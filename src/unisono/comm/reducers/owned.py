@@ -9,6 +9,7 @@ and worker. With one owner its link carries everything, which is why there can b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of, slices
+from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 
 _NOTHING = slice(0, 0)
@@ -35,11 +37,14 @@ def shared_out(length: int, membership: Membership, copy: int = 0, alignment: in
 
 
 class OwnedReducer(Stateless):
-    """`copies` of each slice, at most one for each owner."""
+    """`copies` of each slice, at most one for each owner. `leaves`: the only owner, if there is only one row, does not
+    take it: it is read where the worker has it (`sum_of`) until `give_back`."""
 
     name = "owned"
 
-    def __init__(self, comm: Comm, membership: Membership, exact: bool = True, copies: int = 1) -> None:
+    def __init__(
+        self, comm: Comm, membership: Membership, exact: bool = True, copies: int = 1, leaves: bool = False
+    ) -> None:
         super().__init__(comm, membership, exact)
         everyone = range(len(membership.members))
         counts = tuple(self._blocks.rows(rank, rank + 1) for rank in everyone)
@@ -47,6 +52,9 @@ class OwnedReducer(Stateless):
         self._joiner = Joiner(self._group.plan)
         self.copies = min(copies, len(membership.owners))
         self._sending: list[Pending] = []
+        lone = len(membership.owners) == 1 and not self._group.plan.merges and not self._group.counts[comm.rank]
+        self._leaves = leaves and lone and comm.rank in membership.owners
+        self._left: dict[int, Trade] = {}  # by tag
 
     def owned(self, length: int, copy: int = 0) -> tuple[slice, ...]:
         return shared_out(length, self.membership, copy)
@@ -74,6 +82,9 @@ class OwnedReducer(Stateless):
                     places.append((copy, rank))
                     receives.append(Message(rank, row))
         trade = Trade(self.comm, sends, receives, LANES * tag)
+        if self._leaves and trade.rows[0].data_ptr() != receives[0].tensor.data_ptr():
+            self._left[tag] = trade
+            return
         finished = self._join(maps, own, dict_of(places, trade.rows), target, op)
         sent = trade.end()
         if finished:
@@ -82,6 +93,17 @@ class OwnedReducer(Stateless):
                 target[place].copy_(total)
         else:
             self._sending.append(sent)
+
+    def sum_of(self, target: Tensor, tag: int) -> Tensor:
+        """What was reduced into `target`. Where it was left with the worker, it is not to be written to."""
+        return self._left[tag].rows[0] if tag in self._left else target
+
+    def give_back(self) -> None:
+        """What was left with the worker is not needed any more. Whether it has given up meanwhile makes no difference:
+        it changes nothing before it has met us again."""
+        while self._left:
+            with contextlib.suppress(PeerLost):
+                self._left.popitem()[1].end(at_once=True)
 
     def await_sent(self) -> None:
         """Until all that was reduced has been taken by its owners."""

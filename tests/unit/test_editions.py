@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Editions of a server's weights: an update never touches what somebody reads, and takes new memory only for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unisono.parallel.editions import Editions
+from unisono.parallel.layout import ParameterInfo, pack
+from unisono.parallel.slice_optimizer import SliceOptimizer, taken_out
+from unisono.parallel.slices import Place
+
+SIZE = 256
+PLACE: Place = (0, 0, SIZE)
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+KINDS: dict[str, Make] = {
+    "plain": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1),
+}
+
+
+class Served:
+    """One slice of two parameters, and how many rooms were made for it."""
+
+    def __init__(self, make: Make = KINDS["plain"]) -> None:
+        seeded = torch.Generator().manual_seed(1)
+        self.parameters = [nn.Parameter(torch.randn(SIZE // 2, generator=seeded)) for _ in range(2)]
+        layout = pack(ParameterInfo(str(n), p.numel(), 4, "") for n, p in enumerate(self.parameters))
+        optimizer = make(self.parameters)
+        whole = taken_out(optimizer, self.parameters, layout, 0, 0)
+        room, self.rooms = torch.zeros(SIZE), 1
+        self.one = SliceOptimizer(whole, optimizer, self.parameters, layout, room)
+        self.editions = Editions({PLACE: [self.one]}, {PLACE: room}, self._more)
+
+    def _more(self) -> dict[Place, Tensor]:
+        self.rooms += 1
+        return {PLACE: torch.zeros(SIZE)}
+
+    def update(self, number: int, used: tuple[bool, bool] = (True, True)) -> None:
+        self.editions.make_way(PLACE)
+        gradient = torch.randn(SIZE, generator=torch.Generator().manual_seed(number))
+        self.one.step(gradient, used)
+
+
+def test_what_nobody_holds_is_updated_where_it_is() -> None:
+    served = Served()
+    for number in range(5):
+        served.update(number)
+    assert served.rooms == 1
+
+
+def test_what_is_held_stays_as_it_is() -> None:
+    served = Served()
+    served.editions.hold(7, [PLACE])
+    shown = served.editions.newest(PLACE)
+    before = shown.clone()
+    for number in range(3):
+        served.update(number)
+    assert torch.equal(shown, before)
+    assert served.rooms == 2, "the newest is nobody's: it was updated where it is"
+    assert not torch.equal(served.editions.newest(PLACE), before)
+
+
+def test_two_rooms_are_enough_when_all_go_on_together() -> None:
+    served = Served()
+    for number in range(6):
+        served.editions.hold_together([PLACE])
+        shown = served.editions.newest(PLACE)
+        before = shown.clone()
+        served.update(number)
+        assert torch.equal(shown, before)
+    assert served.rooms == 2
+
+
+def test_there_are_at_most_one_more_than_those_who_hold_something() -> None:
+    served = Served()
+    served.editions.hold_together([PLACE])
+    served.editions.hold_apart(range(3))
+    shown = {rank: served.editions.newest(PLACE) for rank in range(3)}
+    for number in range(30):
+        rank = number * 7 % 3
+        others = {other: vector.clone() for other, vector in shown.items() if other != rank}
+        served.editions.release(rank)
+        served.update(number)
+        assert all(torch.equal(shown[other], vector) for other, vector in others.items())
+        served.editions.hold(rank, [PLACE])
+        shown[rank] = served.editions.newest(PLACE)
+    assert served.rooms <= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_into_other_memory_comes_to_the_same_bits(kind: str) -> None:
+    here, elsewhere = Served(KINDS[kind]), Served(KINDS[kind])
+    for number, used in enumerate([(True, True), (False, True), (True, False), (True, True)]):
+        elsewhere.editions.hold_together([PLACE])
+        here.update(number, used)
+        elsewhere.update(number, used)
+        assert torch.equal(here.editions.newest(PLACE), elsewhere.editions.newest(PLACE))
+
+
+def test_a_slice_that_moves_without_an_update_takes_its_weights_along() -> None:
+    served = Served()
+    before = served.editions.newest(PLACE).clone()
+    served.editions.hold_together([PLACE])
+    served.editions.make_way(PLACE)
+    assert torch.equal(served.editions.newest(PLACE), before)
+    assert torch.equal(served.one.as_slice().weights, before)
