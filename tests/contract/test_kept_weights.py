@@ -107,3 +107,20 @@ def test_a_script_that_writes_to_its_weights_and_puts_them_back_changes_no_bit(s
     membership = team(1, range(2), range(2, 2 + servers))
     for one in trained(setting, [membership], ParameterServer, "mesh", each=meddling):
         assert_same(one, by_all_reduce(setting))
+
+
+def test_a_parameter_that_is_frozen_does_not_keep_the_memory_of_all() -> None:
+    """Freezing shares slices out anew: what is no longer trained must not be a view of the old ones."""
+    setting = Setting("sgd", width=301, steps=3)
+    frozen: list[int] = []
+
+    def freezing(replica: Replica, membership: Membership, step: int) -> None:
+        first = next(replica.model.parameters())
+        if step == 2:
+            first.requires_grad_(False)
+        replica.step(membership, step)
+        if step == 2:
+            frozen.append(first.untyped_storage().nbytes() - first.nbytes)
+
+    trained(setting, [team(1, range(1), range(1, 2))], ParameterServer, "mesh", each=freezing)
+    assert frozen == [0, 0]

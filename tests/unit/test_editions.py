@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from unisono.parallel.coding import Coding
 from unisono.parallel.editions import Editions
 from unisono.parallel.layout import ParameterInfo, pack
 from unisono.parallel.slice_optimizer import SliceOptimizer, taken_out
 from unisono.parallel.slices import Place
+from unisono.parallel.views import Views
 
 SIZE = 256
 PLACE: Place = (0, 0, SIZE)
@@ -65,6 +68,24 @@ def test_what_is_held_stays_as_it_is() -> None:
         served.update(number)
     assert torch.equal(shown, before)
     assert served.rooms == 2, "the newest is nobody's: it was updated where it is"
+    assert not torch.equal(served.editions.newest(PLACE), before)
+
+
+def test_a_worker_keeps_what_is_not_sent_to_it_again() -> None:
+    """Its push has changed nothing, as one whose loss is not finite; the next worker's does."""
+    served = Served()
+    views = Views(SimpleNamespace(rank=0, size=3), [PLACE], served.editions, Coding(), keeps=False, shows=True)  # type: ignore[arg-type]
+    views.begin_round()
+    served.editions.hold_apart(())
+    for rank in range(3):
+        served.editions.release(rank)
+    _, shown = views.newer(1, -1, 0)
+    before = shown.clone()
+    views.make_way(1, [])
+    assert views.newer(1, 0, 0) == []
+    views.make_way(2, [PLACE])
+    served.update(1)
+    assert torch.equal(shown, before)
     assert not torch.equal(served.editions.newest(PLACE), before)
 
 

@@ -392,3 +392,9 @@ def test_who_only_reads_gradients_may_read_them_in_memory_that_nobody_can_write(
 )
 def test_who_writes_to_gradients_or_might_is_found_out(make: Make) -> None:
     assert not leaves_gradients(make(a_model().parameters()))
+
+
+def test_who_does_something_else_with_every_step_gets_a_copy_of_the_gradient() -> None:
+    optimizer = torch.optim.SGD(a_model().parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    assert not leaves_gradients(optimizer)

@@ -151,7 +151,8 @@ class Seen:
         try:
             size = sealed_bytes(descriptor)
             self._memory[number] = np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
-            self._private[number] = Private(descriptor, size)
+            with contextlib.suppress(OSError):  # memory is counted strictly here: what is shown is copied then
+                self._private[number] = Private(descriptor, size)
         finally:
             os.close(descriptor)
 

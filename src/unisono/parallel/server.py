@@ -47,7 +47,8 @@ Push = Callable[[OwnedReducer], Reducer]
 
 class ParameterServer(AllReduce):
     """`copies` of each slice, on as many owners. `push` makes of the reducer for whole gradients one that compresses
-    them, and `carry` is what it keeps. Weights come back as they are: owners and members never differ."""
+    them, and `carry` is what it keeps. Weights come back as they are: owners and members never differ. `leaves`: nobody
+    looks at gradients between their sum and the update, so they may be read where a worker has them."""
 
     _may_leave_gradients = False
 
@@ -61,11 +62,12 @@ class ParameterServer(AllReduce):
         copies: int = 1,
         push: Push = lambda owned: owned,
         carry: Make = lambda _: {},
+        leaves: bool = True,
     ) -> None:
         _refuse_gaps(model)
         super().__init__(model, optimizer, comm, before_update, random_state, self._make_pushing, carry)
         self._keeps_state = keeps_state(optimizer, self._tables) or self._keeps_rows
-        self._leaves_gradients = leaves_gradients(optimizer, self._tables)
+        self._leaves_gradients = leaves and leaves_gradients(optimizer, self._tables)
         self.copies, self._make_push = copies, push
         self.version = 0  # of the weights in the model: updates that they have seen
         self._begun = False  # slices have been shared out: from here on, what is lost is lost
@@ -96,6 +98,8 @@ class ParameterServer(AllReduce):
             assert gradients is not None
             self._settle_versions(gradients)
             self._share_out(gradients, membership)
+            # Who is a step ahead of us looks at the newest, also where we were stopped before all had heard of it.
+            self._editions.hold_together(self._routes.owned_by(self.comm.rank))
 
     def _settle_versions(self, gradients: Gradients) -> None:
         """If any owner has applied a step, the others do so now, who have its gradient but had not heard that all
@@ -121,8 +125,17 @@ class ParameterServer(AllReduce):
         owners = membership.owners
         trees = [tree for trees in hand_round(self.comm, held, owners, _MOVE_TAG) for tree in trees]
         self._take(gradients, wanted, [Slice.from_tree(tree) for tree in trees])
+        self._let_go(gradients)
         for parameter in gradients.parameters:  # it is with the servers now
             self.optimizer.state.pop(parameter, None)
+
+    def _let_go(self, gradients: Gradients) -> None:
+        """What is a view of slices as they were, and will not be one of the new, gets memory of its own: it would keep
+        all of the old."""
+        stay = self._routes.whole(gradients.parameters)
+        for parameter in self.model.parameters() if self.version else ():
+            if id(parameter) not in stay and parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
 
     def _slices(self) -> list[Slice]:
         return [one.as_slice() for served in self._held.values() for one in served]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as _torch_optimizer
 
 from unisono.core.errors import SetupError
 from unisono.parallel.layout import Layout
@@ -128,8 +129,7 @@ class SliceOptimizer:
     def _plain_rates(self) -> dict[int, float] | None:
         """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the
         gradient."""
-        hooks = (self._optimizer._optimizer_step_pre_hooks, self._optimizer._optimizer_step_post_hooks)
-        if type(self._optimizer) is not torch.optim.SGD or any(hooks):
+        if type(self._optimizer) is not torch.optim.SGD or _has_hooks(self._optimizer):
             return None
         positions = {id(part): position for position, part in self._parts.items()}
         found: dict[int, float] = {}
@@ -285,11 +285,17 @@ def _dense_groups(optimizer: Optimizer, tables: Collection[int]) -> list[dict[st
 def leaves_gradients(optimizer: Optimizer, tables: Collection[int] = frozenset()) -> bool:
     """Whether it only reads gradients, so that they may lie in somebody else's memory. Of PyTorch's own we find out by
     trying; what others do may depend on the numbers, and a write to such memory would end the process."""
-    if type(optimizer).__module__.partition(".")[0] != "torch":
+    if type(optimizer).__module__.partition(".")[0] != "torch" or _has_hooks(optimizer):
         return False
     gradients = [[torch.linspace(-1.0, 1.0, 64)] for _ in range(_TRIAL_STEPS)]
     groups = _dense_groups(optimizer, tables)
     return all(trial(optimizer, group, [torch.ones(64)], gradients)[2] for group in groups)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else is done with every step: nobody knows what."""
+    everywhere = (_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks)
+    return any((optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *everywhere))
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> int:

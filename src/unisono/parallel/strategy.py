@@ -58,7 +58,7 @@ class Reduced:
 
 
 class Strategy(Protocol):
-    changes_only_in_step: bool  # parameters: from one `step` to the next they stay as they are
+    changes_only_in_step: bool  # what is saved: from one `step` to the next it stays as it is
 
     def configure(self, membership: Membership | None) -> None:
         """Take up a generation: who computes what from the next step on. None: the one before is over, and with it

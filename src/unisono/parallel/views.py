@@ -81,7 +81,7 @@ class Views:
         """For a worker that has our weights as of update `known`, or none (-1): which slices, and each of them."""
         if self.shows:
             which = [place for place, version in enumerate(self._changed) if known < 0 or version > known]
-            self._editions.hold(rank, [self._places[place] for place in which])
+            self._editions.hold(rank, self._places)  # what is not sent again, it has
             return [torch.tensor(which), *map(self._weights, which)] if which else []
         if rank not in self._rooms:
             self._rooms[rank] = self._empty()

@@ -71,6 +71,11 @@ class Routes:
             if length_of(part)
         ]
 
+    def whole(self, parameters: Sequence[nn.Parameter]) -> set[int]:
+        """Parameters that lie in one slice, by identity."""
+        found = ((parameters[one.parameter], one.inside) for route in self.routes for one in route.segments)
+        return {id(parameter) for parameter, inside in found if inside == slice(0, parameter.numel())}
+
     def owned_by(self, rank: int) -> list[Place]:
         return [route.place for route in self.routes if route.owner == rank]
 

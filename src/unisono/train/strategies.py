@@ -132,7 +132,8 @@ def _servers(
     )
     if bound == 0:
         adding = Adding("direct", spec, request.model, device, context.emit)
-        served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry)
+        leaves = request.has_end  # a loop of one's own may change gradients before it steps
+        served = ParameterServer(*common, copies=copies, push=adding.push, carry=adding.carry, leaves=leaves)
         adding.carried, adding.shapes_of = served.carried, served.shapes
         return served
     strategy = Asynchronous(
