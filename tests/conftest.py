@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from multiproc.running import MARK, gone_within, left_behind
 
 _WATCHED = ("multiproc", "chaos", "e2e")
 _GONE_WITHIN_S = 2.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started behind a shell: what we start would ignore Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
