@@ -60,3 +60,8 @@ def test_with_staleness_sparse_rows_are_learnt_too(tmp_path: Path) -> None:
     steps = finished.events_of(events.StepFinished)
     assert steps[-1].loss < 0.3 * steps[0].loss
     assert steps[-1].step == 72
+
+
+def test_a_mesh_is_refused_for_what_it_is(tmp_path: Path) -> None:
+    finished = run_unisono(SCRIPT, tmp_path, "--mesh", "tp=2", workers=1, expect=11)
+    assert "--mesh tp=2 and an embedding with sparse=True do not go together" in finished.output

@@ -143,8 +143,8 @@ def point_optimizer_at(optimizer: torch.optim.Optimizer, before: Mapping[int, Se
     if optimizer.state:
         raise SetupError(
             "the optimizer has state already, which cannot be cut",
-            cause="it has made steps before the training began",
-            do="give a fresh optimizer; a run is continued from its checkpoint",
+            cause="it has made steps before the training began, or makes state when it is built, as Adagrad does",
+            do="give a fresh optimizer, such as AdamW; a run is continued from its checkpoint",
         )
     for group in optimizer.param_groups:
         names = [name for parameter in group["params"] for name in before[id(parameter)]]

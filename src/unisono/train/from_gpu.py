@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State that leaves a GPU beside the training: first aside on the GPU itself, then at leisure into ordinary memory.
 
-A copy on the device takes a millisecond for 1.5 GB, so nothing waits for it. Pinned memory of that size takes more than
-a second to get, during which nothing else can be asked of the GPU; so it goes through a small piece of it. Called by
+A copy on the device takes about a millisecond for 1.5 GB by its bytes, so nothing waits for it. Pinned memory of that
+size takes more than a second to get, and steps were slower meanwhile; so it goes through a small piece of it. Called by
 `saving`, which has another way where the GPU is too full for a copy.
 """
 

@@ -28,6 +28,7 @@ from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
 from unisono.parallel.pipeline_layers import is_sequence
+from unisono.parallel.rows import tables_of
 from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
@@ -125,6 +126,7 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         "local steps": request.local is not None,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "exact=False": not request.exact,
+        "an embedding with sparse=True": bool(tables_of(request.model)),  # parts have dense gradients only
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "count, in a pipeline": mesh.pp > 1 and request.count is not None,
         # fp16 skips steps by the gradients in hand, which are parts; fp8 and compilers have not been tried on parts.

@@ -177,7 +177,6 @@ def _refuse_for_tables(run: RunSpec, spec: JobSpec, request: Request, device: to
     compression = NONE if spec.compress == "auto" else parse_codec(spec.compress)
     cures = {
         "local steps": (request.local is not None, "replicas send whole differences of their weights"),
-        f"--mesh {run.mesh}": (bool(run.mesh), "parts of a model have dense gradients only"),
         f"--device {device.type}": (device.type != "cpu", "rows are added up on CPUs only"),
         "--delayed compensate": (run.delayed == "compensate", "servers would keep a table for every worker"),
         f"--compress {spec.compress}": (compression.clip is not None, "rows travel as they are, and are not clipped"),
