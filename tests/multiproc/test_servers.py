@@ -185,6 +185,9 @@ def test_with_staleness_the_loss_is_near_the_synchronous_one(
     told = finished.events_of(events.Staleness)[-1]
     assert sum(told.leads.values()) == 121 * workers, "each piece is begun once"
     assert max(map(int, told.leads)) <= float(staleness)
+    for worker in map(str, range(workers, workers + servers)):
+        spent = [step.timings[worker] for step in finished.events_of(events.StepFinished)]
+        assert sum(one["communication"] for one in spent) > 5 * sum(one["compute"] for one in spent), "it only serves"
     shown = run_command(tmp_path, "show", str(finished.run_dir)).output
     made = f"{121 * workers} pushed, {121 * workers} acknowledged, {121 * workers} applied, none lost"
     assert made in shown

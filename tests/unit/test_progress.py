@@ -151,6 +151,15 @@ def test_speed_and_time_left_come_from_the_last_steps() -> None:
     assert "left 0.0 s" in last
 
 
+def test_time_left_counts_steps_where_an_event_stands_for_a_round_of_them() -> None:
+    progress = Progress(RUN, io.StringIO())
+    progress.handle(Configured(job=JOB, fingerprint={}, steps_total=160, samples_per_epoch=None))
+    for number in range(1, 6):  # 16 steps in 8 s
+        progress.handle(step(16 * number, time_s=8.0 * number))
+    assert progress._status().startswith("step 80/160 ")
+    assert progress._status().endswith("left 40 s")
+
+
 def test_notes_and_skipped_steps_are_told() -> None:
     lines = shown(Notice(code="x", text="two workers share a disk"), StepSkipped(step=3, because="the loss is nan"))
     assert lines == ["note: two workers share a disk", "skipped: the loss is nan"]

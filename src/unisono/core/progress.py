@@ -127,7 +127,8 @@ class Progress:
         of = f"/{self.steps_total}" if self.steps_total else ""
         left = ""
         if self.steps_total and len(self.recent) > 1:
-            pace_s = (last.time_s - self.recent[0].time_s) / (len(self.recent) - 1)
+            first = self.recent[0]  # an event may stand for a round of steps
+            pace_s = (last.time_s - first.time_s) / max(last.step - first.step, 1)
             left = f"  left {duration(pace_s * (self.steps_total - last.step))}"
         return (
             f"step {last.step}{of}  epoch {last.epoch}  loss {_number('loss', last.loss)}  {rate:,.0f} samples/s{left}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal
 
 from torch import Tensor
@@ -168,7 +169,9 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     session.activity.now("computing")
     started = time.perf_counter()
     job.strategy.begin_step(weights)
+    exchanged_s, asked = 0.0, time.perf_counter()
     for index, turn in job.strategy.work(attempt.mine, data.step.turns):
+        exchanged_s += time.perf_counter() - asked  # nothing, unless updates go out and weights come in between
         session.check()
         job.faults.reach("forward")
         began = time.perf_counter()
@@ -180,14 +183,17 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
             microbatch = Microbatch(attempt.step + turn, index, job.weight_of(data.step, turn, index, batch))
             job.strategy.forward_backward(microbatch, partial(plan.compute, batch))
         job.faults.stretch(time.perf_counter() - began)
-    session.activity.measured(time.perf_counter() - started + data.waited_s, len(attempt.mine))
-    compute_s = time.perf_counter() - started + job.update_s
+        asked = time.perf_counter()
+    ended = time.perf_counter()
+    exchanged_s += ended - asked
+    session.activity.measured(ended - started + data.waited_s, len(attempt.mine))
     session.activity.now("adding up the gradients")
     steps = job.strategy.steps_in(data.step.turns)
     stop = STOPPED_BY_RUN if job.stop_is_asked(steps) else float(plan.stop_asked())
     notes = Notes(
         data.waited_s,
-        compute_s,
+        ended - started - exchanged_s + job.update_s,
+        exchanged_s,
         stop,
         data.step.check,
         session.wants_change,
@@ -262,12 +268,12 @@ def report_step(
     moving = min(reduced.blocked_s)
     timings = {
         str(job.worker_at(rank)): {
-            "data": round(notes[0], 6),
-            "compute": round(notes[1], 6),
-            "communication": round(moving, 6),
+            "data": round(notes.waited_s, 6),
+            "compute": round(notes.compute_s, 6),
+            "communication": round(notes.exchanged_s + moving, 6),
             "waiting": round(blocked - moving, 6),
         }
-        for rank, (notes, blocked) in enumerate(zip(reduced.notes, reduced.blocked_s, strict=True))
+        for rank, (notes, blocked) in enumerate(zip(starmap(Notes, reduced.notes), reduced.blocked_s, strict=True))
     }
     finished = partial(
         events.StepFinished,

@@ -15,6 +15,7 @@ _MODULUS = (1 << 47) - 115  # as for checksums
 class Notes(NamedTuple):
     waited_s: float
     compute_s: float
+    exchanged_s: float  # of updates and weights between microbatches, where nobody waits for a step to end
     stop: float  # asked to stop by the script (1) or by the run (2)
     check: float  # digest of what was read in common
     change: float  # this worker has heard of another generation

@@ -313,6 +313,7 @@ class OwnLoop:
         notes = Notes(
             self._loaded.waited_s,
             compute_s + self.job.update_s,
+            0.0,
             stop,
             self._loaded.step.check,
             session.wants_change,
