@@ -38,7 +38,7 @@ PATIENCE_S = 90.0
 KEPT_BYTES = 256 << 20  # above, receive buffers of all algorithms at once would need too much memory
 WARM_UPS = 3  # passes that are not counted, where a pass is short
 SHORT_S = 1.0
-FEWEST, MOST = 2, 100  # passes that are counted
+FEWEST, MOST = 2, 500  # passes that are counted
 
 Reduce = Callable[[Tensor], None]
 
