@@ -35,7 +35,8 @@ class Prepared:
         self._undo = ExitStack()
         self._compiler: Compiler | None = None
 
-    def prepare(self, model: nn.Module, exact: bool, folder: Path) -> None:
+    def prepare(self, model: nn.Module, exact: bool, folder: Path, is_cut: bool = False) -> None:
+        """`is_cut`: ranks hold a part of it each."""
         asked = self.computing
         if asked.precision in ("bf16-all", "fp8"):
             self._undo.callback(narrow_stream(model))
@@ -48,7 +49,8 @@ class Prepared:
             self._compiler = Compiler(asked.compile, exact, folder)
             self._undo.callback(self._compiler.settle())
             if asked.compile == "blocks":
-                self._undo.callback(self._compiler.blocks(model))
+                compiler = self._compiler
+                self._undo.callback(compiler.parts(self._blocks) if is_cut else compiler.blocks(model))
 
     def context(self) -> AbstractContextManager[Any]:
         """For forward passes."""
