@@ -135,8 +135,8 @@ def test_what_cannot_be_is_said_before_anything_starts(
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("fsdp=2", ("--precision", "fp16")),
-        ("fsdp=2", ("--compile", "blocks")),
+        ("fsdp=2", ("--compile", "whole")),
+        ("pp=2", ("--compile", "blocks")),
         ("fsdp=2", ("--strategy", "ps")),
     ],
 )
