@@ -104,7 +104,7 @@ def test_replicas_may_add_in_any_order_if_the_script_says_so(tmp_path: Path) -> 
     assert "added by BackendReducer" in cut.log()
 
 
-@pytest.mark.parametrize("inner", ["fsdp=2", "tp=2"])
+@pytest.mark.parametrize("inner", ["fsdp=2", "tp=2", "pp=2"])
 def test_compiled_blocks_of_a_cut_model_train_as_one_process_does(
     inner: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

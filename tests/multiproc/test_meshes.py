@@ -136,7 +136,6 @@ def test_what_cannot_be_is_said_before_anything_starts(
     ("mesh", "options"),
     [
         ("fsdp=2", ("--compile", "whole")),
-        ("pp=2", ("--compile", "blocks")),
         ("fsdp=2", ("--strategy", "ps")),
     ],
 )

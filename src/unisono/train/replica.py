@@ -134,13 +134,12 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         # What is traced for a pipeline calls no blocks.
         f"recompute {job.recompute}, where the model does not say its layers": job.recompute != "none"
         and mesh.pp > 1
-        and bool(request.parallel.boundaries)
-        and not is_sequence(request.model),
+        and is_traced(request),
     }
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--mesh {spec.mesh} and {what} do not go together yet", do="leave out one of the two")
-    if job.compile != "none" and (cause := why_not_compiled(mesh, request, job.compile)):
+    if job.compile != "none" and (cause := why_not_compiled(spec, request, job.compile)):
         raise SetupError(
             f"--mesh {spec.mesh} and compile {job.compile} do not go together",
             cause=cause,
@@ -148,15 +147,22 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         )
 
 
-def why_not_compiled(mesh: Mesh, request: Request, how: str) -> str:
+def is_traced(request: Request) -> bool:
+    """Whether the layers of a pipeline are found by tracing the model, not told by it."""
+    return bool(request.parallel.boundaries) and not is_sequence(request.model)
+
+
+def why_not_compiled(spec: RunSpec, request: Request, how: str) -> str:
     """Empty: the blocks of the cut model can be compiled."""
-    asked = request.parallel
+    mesh, asked = spec.replica, request.parallel
     reasons = {
         "between the blocks, parameters are put together and activations added up; use compile blocks": how != "blocks",
         "the model has no repeated blocks, and between other modules parameters are put together": not repeated_blocks(
             request.model
         ),
-        "a pipeline may cut the backward pass of a stage in two, which compiled code cannot": mesh.pp > 1,
+        "schedule zero-bubble cuts the backward pass of a stage in two, which compiled code cannot": mesh.pp > 1
+        and what_is_asked(spec, asked).schedule == "zero-bubble",
+        "a pipeline whose layers are traced calls no blocks": mesh.pp > 1 and is_traced(request),
         'with Parallel(unit="layer") parameters are put together inside of each block': mesh.fsdp > 1
         and asked.unit == "layer",
         "batch norm meets the other ranks inside of each block": mesh.fsdp > 1 and has_batch_norm(request.model),
