@@ -46,6 +46,7 @@ class Cut:
     before_update: Callable[[], None] = lambda: None
     scope: Scope = contextlib.nullcontext  # of a microbatch's loss and its backward pass
     norms: SharedNorms | None = None
+    traced: tuple[nn.Module, ...] = ()  # what is between a traced pipeline's boundaries; it calls no blocks
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ class Cutting:
         pipeline.module.follow()
         copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
         at_update = partial(give_back, pipeline.module) if self.mesh.fsdp > 1 and self.asked.zero == 1 else _nothing
-        return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline, at_update)
+        shards = Shards(pipeline.module, cuts, ways, frozenset(copies))
+        traced = pipeline.layers if self.stages.example is not None else ()
+        return Cut(pipeline.module, shards, pipeline, at_update, traced=traced)
 
 
 def _nothing() -> None:

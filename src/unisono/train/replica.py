@@ -50,6 +50,7 @@ class Replica:
     model: nn.Module  # what computes here
     text: str  # how the ranks share the work, where that decides bits
     told: events.ModelCut
+    blocks: tuple[nn.Module, ...] = ()  # what takes the place of blocks in a pipeline that calls none
 
 
 def open_replica(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Replica | None:
@@ -85,7 +86,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms)
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
     told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
-    return Replica(world, group, spread, cut.model, cutting.text, told)
+    return Replica(world, group, spread, cut.model, cutting.text, told, cut.traced)
 
 
 def _example(request: Request) -> Tensor | None:
@@ -131,10 +132,6 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "count, in a pipeline": mesh.pp > 1 and request.count is not None,
         f"precision {job.precision}": job.precision == "fp8",  # never tried on parts
-        # What is traced for a pipeline calls no blocks.
-        f"recompute {job.recompute}, where the model does not say its layers": job.recompute != "none"
-        and mesh.pp > 1
-        and is_traced(request),
     }
     for what, refused in refusals.items():
         if refused:
@@ -147,11 +144,6 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         )
 
 
-def is_traced(request: Request) -> bool:
-    """Whether the layers of a pipeline are found by tracing the model, not told by it."""
-    return bool(request.parallel.boundaries) and not is_sequence(request.model)
-
-
 def why_not_compiled(spec: RunSpec, request: Request, how: str) -> str:
     """Empty: the blocks of the cut model can be compiled."""
     mesh, asked = spec.replica, request.parallel
@@ -162,7 +154,9 @@ def why_not_compiled(spec: RunSpec, request: Request, how: str) -> str:
         ),
         "schedule zero-bubble cuts the backward pass of a stage in two, which compiled code cannot": mesh.pp > 1
         and what_is_asked(spec, asked).schedule == "zero-bubble",
-        "a pipeline whose layers are traced calls no blocks": mesh.pp > 1 and is_traced(request),
+        "a pipeline whose layers are traced calls no blocks": mesh.pp > 1
+        and bool(asked.boundaries)
+        and not is_sequence(request.model),
         'with Parallel(unit="layer") parameters are put together inside of each block': mesh.fsdp > 1
         and asked.unit == "layer",
         "batch norm meets the other ranks inside of each block": mesh.fsdp > 1 and has_batch_norm(request.model),
