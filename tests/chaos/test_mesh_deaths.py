@@ -123,3 +123,25 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, calm) -> None:
     where = found.failure["where"]
     assert where.startswith("it is waiting for its rank 1, for"), where
     assert "STUCK" in where, where
+
+
+def test_a_replica_that_comes_back_knows_the_loss_scale(tmp_path: Path) -> None:
+    """Steps were skipped before the rank died; the new ranks go on with the scale that came of it."""
+    script = (
+        SCRIPT.read_text()
+        .replace("torch.set_default_dtype(torch.float64)", "pass")
+        .replace("return nn.functional.cross_entropy", "return 66 * nn.functional.cross_entropy")
+    )
+    options = ("--precision", "fp16", *FOUR)
+    calm = run_unisono(script, tmp_path, "--mesh", "fsdp=2", *options, workers=None, script_args=ARGUMENTS)
+    set_pace(tmp_path, 0.02)
+    with start_unisono(script, tmp_path, "--mesh", "dp=2,fsdp=2", *options, workers=None, script_args=ARGUMENTS) as run:
+        run.until(lambda: len(run.events_of(events.StepFinished)) >= 2, "steps that are not skipped")
+        os.kill(rank_of(run, 1, 1), signal.SIGKILL)
+        run.until(lambda: 2 in run.events_of(events.MembershipChanged)[-1].members, "the replacement")
+        set_pace(tmp_path, 0)
+        finished = run.wait(120)
+    assert calm.result is not None
+    assert finished.result is not None
+    assert finished.weights_sha256 == calm.weights_sha256
+    assert finished.result["skipped_steps"] == calm.result["skipped_steps"] > 0

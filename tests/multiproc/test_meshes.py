@@ -135,8 +135,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ("fsdp=2", ("--precision", "fp16")),
-        ("fsdp=2", ("--compile", "blocks")),
+        ("fsdp=2", ("--compile", "whole")),
         ("fsdp=2", ("--strategy", "ps")),
     ],
 )
@@ -166,9 +165,21 @@ def test_recomputed_blocks_of_a_cut_model_change_nothing(
     assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
 
 
-def test_blocks_that_a_traced_pipeline_does_not_call_cannot_be_recomputed(tmp_path: Path) -> None:
-    finished = train(tmp_path, "pp=2", "untold", "boundaries=('blocks.2',)", options=("--recompute", "full"), expect=11)
-    assert "where the model does not say its layers" in finished.output
+def test_a_traced_pipeline_calls_no_blocks_and_recomputes_all_between_its_boundaries(tmp_path: Path, alone) -> None:
+    script = SCRIPT.read_text().replace(
+        "import unisono\n",
+        "import unisono\nimport unisono.train.recomputing as recomputing\n\n\n"
+        "def told(inner, *args, checkpoint=recomputing.checkpoint, **kwargs):\n"
+        "    print('to be recomputed:', type(inner.args[0]).__name__)\n"
+        "    return checkpoint(inner, *args, **kwargs)\n\n\n"
+        "recomputing.checkpoint = told\n",
+        1,
+    )
+    asked = ("--mesh", "pp=2", *FOUR, "--recompute", "full")
+    cut = run_unisono(script, tmp_path, *asked, workers=None, script_args=("untold", "boundaries=('blocks.2',)"))
+    assert losses(cut) == pytest.approx(losses(alone()), rel=TOLERANCE)
+    assert "to be recomputed: GraphModule" in cut.log()
+    assert "to be recomputed: Block" not in cut.log()
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=2", "dp=2,tp=2", "pp=2"])

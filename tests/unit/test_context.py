@@ -16,7 +16,7 @@ def test_a_sequence_that_fills_two_pieces_for_each_rank_is_taken() -> None:
 @pytest.mark.parametrize(
     ("length", "ways", "device", "says"),
     [
-        (4096, 2, "cpu", "kernels for GPUs only"),
+        (4096, 2, "cpu", "no sharding rule for the attention of CPUs"),
         (20, 4, "cuda", "20 / 8 = 2.5 positions a piece"),
         (20, 4, "cuda", "pad sequences to 24"),
     ],

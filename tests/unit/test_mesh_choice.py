@@ -39,7 +39,7 @@ FOUR_BLOCKS = replace(BILLION, unit=GB)
         (LAYERLESS, Devices(8, 5 * GB), "dp=1,tp=8"),
         (FOUR_BLOCKS, Devices(8, 9 * GB), "dp=1,fsdp=8"),  # 16 / 8 + 4 of 6.75
         (FOUR_BLOCKS, Devices(8, 6 * GB), "dp=1,fsdp=4,tp=2"),  # 16 / 8 + 4 / 2 of 4.5
-        (replace(BILLION, zero=2), Devices(8, 12 * GB), "dp=2,fsdp=4"),  # 16 / 4 + 3 + 0.3
+        (replace(BILLION, zero=2), Devices(8, 12 * GB), "dp=2,fsdp=4"),  # 16 / 4 + 4 + 0.3
         (replace(BILLION, state=0), Devices(8, 12 * GB), "dp=8"),  # 8 GB of SGD
         (replace(BILLION, microbatches=32), Devices(8, 24 * GB), "dp=4,fsdp=2"),  # 4 a replica: 2 partial sums, 20 GB
         (replace(BILLION, microbatches=None), Devices(1, 24 * GB), None),  # as many by default

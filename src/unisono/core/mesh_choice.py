@@ -109,7 +109,8 @@ def candidates(count: int) -> Iterator[Mesh]:
 def bytes_of(needs: Needs, mesh: Mesh, replicas: int) -> float:
     """What a rank holds at the peak of a step, without activations: its part of everything, and what is whole for a
     moment. A block is there up to four times: received, as weights, as gradients, and as what is sent
-    (bench/mesh_memory.py). What is in no block is whole all the time, and its gradients come last."""
+    (bench/mesh_memory.py). What is in no block is whole all the time, and its gradients come last. Whole weights do not
+    replace the parts, which stay beside them."""
     microbatches = _microbatches(needs, replicas)
     sums = needs.gradients * gradient_copies(-(-microbatches // replicas))
     parts = (needs.weights + sums + needs.state) / mesh.ranks
@@ -117,7 +118,7 @@ def bytes_of(needs: Needs, mesh: Mesh, replicas: int) -> float:
         return parts
     if needs.zero == 3:
         return parts + (needs.rest + max(4 * needs.unit, 3 * needs.rest)) / mesh.tp
-    return parts + (needs.weights * (1 - 1 / mesh.fsdp) + max(3 * needs.unit, 2 * needs.rest)) / mesh.tp
+    return parts + (needs.weights + max(3 * needs.unit, 2 * needs.rest)) / mesh.tp
 
 
 def gradient_copies(microbatches: int) -> int:

@@ -157,6 +157,10 @@ class Buffers:
         for lower in range(landing.level - 1, landing.level - landing.merges, -1):
             buffer.sums[lower].add_(buffer.sums[lower + 1])
 
+    def touched(self) -> list[str]:
+        """Names of those that the running microbatch has changed so far."""
+        return [b.name for b in self._all if b.current is not None and not torch.equal(b.current, b.start)]
+
     def changed(self) -> list[bool]:
         return [buffer.changed for buffer in self._all]
 

@@ -22,7 +22,7 @@ def check_context(length: int, ways: int, device: str) -> None:
     if device != "cuda":
         raise SetupError(
             f"context parallelism does not run on {device!r}",
-            cause="torch's ring attention has kernels for GPUs only",
+            cause="torch has no sharding rule for the attention of CPUs, and its plain form cannot be causal in parts",
             do="take tensor parallelism with sequence parallelism, which keeps activations cut too",
         )
     pieces = 2 * ways

@@ -34,6 +34,7 @@ from unisono.parallel.strategy import Compute, Microbatch, Reduced
 if TYPE_CHECKING:  # they load much of torch.distributed, which most trainings never need
     from unisono.parallel.pipeline import Pipeline
     from unisono.parallel.shards import Shards
+    from unisono.parallel.shared_norms import SharedNorms
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Group:
     before_update: Callable[[], None] = lambda: None
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext  # of a microbatch's loss and its backward pass
     pipeline: Pipeline | None = None
+    norms: SharedNorms | None = None
 
     @property
     def place(self) -> dict[str, int]:
@@ -94,6 +96,8 @@ class Grouped(AllReduce):
             return batch
         total = samples_in(batch)
         first, last = total * at // ways, total * (at + 1) // ways
+        if self.group.norms is not None:
+            self.group.norms.has_samples = first < last
         if first == last:  # it must take part in the collectives all the same
             self._share = 0.0
             return narrowed(batch, 0, 1)
@@ -104,7 +108,12 @@ class Grouped(AllReduce):
     def through_stages(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of the microbatch in hand, computed by all stages, backward pass included."""
         assert self.group.pipeline is not None
-        return self.group.pipeline.run(inputs, targets, self._current.weight * self._share)
+        return self.group.pipeline.run(inputs, targets, self._factor)
+
+    @property
+    def _factor(self) -> float:
+        """What the loss is multiplied with before the backward pass."""
+        return self._current.weight * self._share * self.scale.factor
 
     def begin_step(self, weights: Sequence[float]) -> None:
         self.group.shards.follow()
@@ -112,18 +121,23 @@ class Grouped(AllReduce):
 
     def begin_microbatch(self, microbatch: Microbatch) -> None:
         super().begin_microbatch(microbatch)
+        if self.group.norms is not None:
+            self.group.norms.forget()
         if at := self.group.place["fsdp"]:  # other samples, so other dropout
             seeds.apply(seeds.derive(self.random_state(microbatch), "part", at))
 
     def backward(self, loss: Tensor) -> None:
-        share, self._share = self._share, 1.0
+        share, factor, self._share = self._share, self._factor, 1.0
         value = loss.detach().double() * share
         self._losses[self._current.index] = lambda: float(value)
         if loss.requires_grad:
-            (loss * (self._current.weight * share)).backward()  # type: ignore[no-untyped-call]
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
         for name, gradient in self.group.shards.gradients():
             if gradient is not None:
                 self._deliver(name, gradient)
+        self._refuse_touched_buffers()
+        if self.group.norms is not None:
+            self.group.norms.settle()
         self._end_microbatch()
 
     def _deliver(self, name: str, gradient: Tensor) -> None:
@@ -136,16 +150,16 @@ class Grouped(AllReduce):
         if microbatch.weight:
             with self.group.scope():
                 self.backward(compute())
-            self._refuse_changed_buffers()
         else:
             self.end_empty_microbatch()
 
-    def _refuse_changed_buffers(self) -> None:
-        if self.group.mesh.fsdp > 1 and any(self._buffers.changed()):
+    def _refuse_touched_buffers(self) -> None:
+        """Batch norm's are not moved yet, except in a pipeline."""
+        if self.group.mesh.fsdp > 1 and (touched := self._buffers.touched()):
             raise SetupError(
-                "the model's buffers change in the forward pass, which ranks that share a microbatch cannot follow",
-                cause="batch norm, or a buffer like it, sees a part of the microbatch on each fsdp rank",
-                do="use layer or group norm, or leave fsdp out of --mesh",
+                f"{touched[0]} changes in the forward pass, which ranks that share a microbatch cannot follow",
+                cause="a buffer that follows the samples sees a part of the microbatch on each fsdp rank",
+                do="leave fsdp out of --mesh, or with pp use layer or group norm in place of batch norm",
             )
 
     def reduce(self, notes: Sequence[float]) -> Reduced:

@@ -186,6 +186,11 @@ class Pipeline:
     # --- parts
 
     @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Those of this rank."""
+        return tuple(layer.module for stage in self.stages.values() for layer in stage._pipeline_layers)
+
+    @property
     def _has_last(self) -> bool:
         return len(self.split.stages) - 1 in self.stages
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from unisono.parallel.tensor_blocks import Unit
 from unisono.parallel.tensor_exchange import Team, gather, split, sum_backward, sum_forward, sum_to_mine
-from unisono.parallel.tensor_region import SEQUENCE_DIM, Scopes
+from unisono.parallel.tensor_region import SEQUENCE_DIM, Region, Scopes
 
 Forward = Callable[..., Any]
 
@@ -71,19 +71,18 @@ def _present(module: nn.Module, change: Callable[[Tensor], Tensor] = local) -> d
 
 def columns(module: nn.Module, scopes: Scopes, unit: Unit) -> Forward:
     """Each rank computes some of the features out."""
-    inner = module.forward
+    inner, label = module.forward, scopes.label(unit.name)
 
     def forward(x: Tensor) -> Tensor:
-        x = enter_columns(scopes, unit, x)
+        x = enter_columns(scopes.of(label), unit, x)
         with seeing(module, _present(module)):
             return inner(x)  # type: ignore[no-any-return]
 
     return forward
 
 
-def enter_columns(scopes: Scopes, unit: Unit, x: Tensor) -> Tensor:
+def enter_columns(region: Region, unit: Unit, x: Tensor) -> Tensor:
     """From here to the unit's rows, activations are cut by features."""
-    region = scopes.of(unit.name)
     x = region.enter(x)
     region.state = "features"
     region.heads = unit.heads.queries // region.team.ways if unit.heads else 0
@@ -93,10 +92,10 @@ def enter_columns(scopes: Scopes, unit: Unit, x: Tensor) -> Tensor:
 
 def rows(module: nn.Module, team: Team, scopes: Scopes, unit: Unit) -> Forward:
     """Each rank computes a term of all features out, from its own features in. The bias comes once, after the sum."""
-    inner = module.forward
+    inner, label = module.forward, scopes.label(unit.name)
 
     def forward(x: Tensor) -> Tensor:
-        region = scopes.of(unit.name)
+        region = scopes.of(label)
         region.state = region.outside
         term = _without_bias(module, inner, x)
         bias = module._parameters.get("bias")

@@ -20,6 +20,8 @@ from unisono.parallel.tensor_region import Scopes
 
 
 def multihead(module: nn.MultiheadAttention, team: Team, scopes: Scopes, unit: Unit) -> Forward:
+    label = scopes.label(unit.name)
+
     def forward(
         query: Tensor,
         key: Tensor,
@@ -32,7 +34,7 @@ def multihead(module: nn.MultiheadAttention, team: Team, scopes: Scopes, unit: U
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch does
-        inputs = [enter_columns(scopes, unit, x) for x in (query, key, value)]
+        inputs = [enter_columns(scopes.of(label), unit, x) for x in (query, key, value)]
         q, k, v = (
             _heads(functional.linear(_batch_first(module, x), weight, bias), module.head_dim)
             for x, weight, bias in zip(inputs, *_projections(module), strict=True)

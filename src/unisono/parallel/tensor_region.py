@@ -26,17 +26,28 @@ State = Literal["whole", "features", "sequence"]
 SEQUENCE_DIM = 1  # (batch, sequence, features)
 
 
+@dataclass(frozen=True, eq=False)
+class Label:
+    """A module's name, told from others by identity: compiled code would look at the letters and not be shared."""
+
+    name: str
+
+
 @dataclass
 class Region:
     """One call of a module inside which activations are cut. `heads` and `features` are those of one rank."""
 
-    name: str
+    label: Label
     team: Team
     outside: State  # what it gives
     state: State
     heads: int = 0
     features: int = 0
     _entered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.label.name
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The tensor to feed columns with. Once for all that read the same: their gradients are then summed at once."""
@@ -78,14 +89,19 @@ class Scopes:
 
     def __init__(self) -> None:
         self._open: list[Region] = []
+        self._labels: dict[str, Label] = {}
+
+    def label(self, name: str) -> Label:
+        """The one of that module."""
+        return self._labels.setdefault(name, Label(name))
 
     @property
     def innermost(self) -> Region:
         return self._open[-1]
 
-    def of(self, name: str) -> Region:
+    def of(self, label: Label) -> Region:
         """The running call of that module."""
-        return next(region for region in reversed(self._open) if region.name == name)
+        return next(region for region in reversed(self._open) if region.label is label)
 
     @contextlib.contextmanager
     def inside(self, region: Region) -> Iterator[Region]:

@@ -22,10 +22,10 @@ from unisono.parallel.tensor_sequence import check_length
 
 def unit(module: nn.Module, name: str, scopes: Scopes, team: Team, cut: bool) -> Forward:
     """`cut`: the sequence comes cut and shall leave cut."""
-    inner = _explained(module, name)
+    inner, label = _explained(module, name), scopes.label(name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        region = Region(name, team, "sequence" if cut else "whole", "whole")
+        region = Region(label, team, "sequence" if cut else "whole", "whole")
         if cut:
             args, kwargs = _change_first(name, args, kwargs, region.gathered)
         with scopes.inside(region):
@@ -36,7 +36,7 @@ def unit(module: nn.Module, name: str, scopes: Scopes, team: Team, cut: bool) ->
 
 def block(module: nn.Module, name: str, scopes: Scopes, team: Team, is_first: bool, is_last: bool) -> Forward:
     """One of a stack of blocks between which the sequence lies cut."""
-    inner = module.forward
+    inner, label = module.forward, scopes.label(name)
 
     def cut(x: Tensor) -> Tensor:
         check_length(x.shape[SEQUENCE_DIM], team.ways)
@@ -45,7 +45,7 @@ def block(module: nn.Module, name: str, scopes: Scopes, team: Team, is_first: bo
     def forward(*args: Any, **kwargs: Any) -> Any:
         if is_first:
             args, kwargs = _change_first(name, args, kwargs, cut)
-        with scopes.inside(Region(name, team, "sequence", "sequence")):
+        with scopes.inside(Region(label, team, "sequence", "sequence")):
             out = inner(*args, **kwargs)
         if not is_last:
             return out

@@ -9,7 +9,7 @@ other workers. Called by `preparing`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,21 @@ class Compiler:
         def undo() -> None:
             for block in chosen:
                 block._compiled_call_impl = None
+
+        return undo
+
+    def parts(self, blocks: Sequence[nn.Module]) -> Callable[[], None]:
+        """Compile what the blocks of a cut model compute, and not how they come by their parameters: FSDP2 puts those
+        together in hooks, around what is compiled here."""
+        given = [(block, block.__dict__.get("forward")) for block in blocks]
+        for block in blocks:
+            block.forward = torch.compile(block.forward, **self._options)
+
+        def undo() -> None:
+            for block, forward in given:
+                del block.__dict__["forward"]
+                if forward is not None:
+                    block.__dict__["forward"] = forward
 
         return undo
 

@@ -28,6 +28,7 @@ from unisono.parallel.pipeline_layers import Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
 from unisono.parallel.sharded import UNITS, give_back, shard
 from unisono.parallel.shards import NO_CUTS, Shards
+from unisono.parallel.shared_norms import SharedNorms, has_batch_norm
 from unisono.parallel.tensor_plan import TensorPlan, plan_for
 from unisono.train.options import Parallel
 
@@ -44,6 +45,8 @@ class Cut:
     pipeline: Pipeline | None = None
     before_update: Callable[[], None] = lambda: None
     scope: Scope = contextlib.nullcontext  # of a microbatch's loss and its backward pass
+    norms: SharedNorms | None = None
+    traced: tuple[nn.Module, ...] = ()  # what is between a traced pipeline's boundaries; it calls no blocks
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,9 @@ class Cutting:
         """`around` each forward pass that a pipeline makes by itself: autocast, say."""
         cuts, ways = NO_CUTS, 1
         scope: Scope = contextlib.nullcontext
+        norms = None
+        if self.mesh.fsdp > 1 and self.stages is None and has_batch_norm(model):
+            norms = SharedNorms(model, meshes["fsdp"].get_group())
         if self.tensors is not None:
             make(model)
             model.to(device)
@@ -108,7 +114,7 @@ class Cutting:
         if self.mesh.fsdp > 1:
             shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
             before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
-        return Cut(model, Shards(model, cuts, ways), None, before_update, scope)
+        return Cut(model, Shards(model, cuts, ways), None, before_update, scope, norms)
 
     def _pipelined(
         self,
@@ -142,7 +148,9 @@ class Cutting:
         pipeline.module.follow()
         copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
         at_update = partial(give_back, pipeline.module) if self.mesh.fsdp > 1 and self.asked.zero == 1 else _nothing
-        return Cut(pipeline.module, Shards(pipeline.module, cuts, ways, frozenset(copies)), pipeline, at_update)
+        shards = Shards(pipeline.module, cuts, ways, frozenset(copies))
+        traced = pipeline.layers if self.stages.example is not None else ()
+        return Cut(pipeline.module, shards, pipeline, at_update, traced=traced)
 
 
 def _nothing() -> None:

@@ -2,13 +2,14 @@
 """The loss scale of fp16: gradients too small for it are made larger on their way, and small again before the update.
 
 It doubles after some steps without trouble, and halves when the sum of all gradients is not finite: that step is
-skipped. The reduced gradient decides, which is the same on every worker, so all decide alike. Its state travels with
-the model and is saved with checkpoints (Micikevicius et al. 2017).
+skipped. The reduced gradient decides, which is the same on every worker, so all decide alike; where the ranks of a
+replica hold a part of it each, they go by the worst. Its state travels with the model and is saved with checkpoints
+(Micikevicius et al. 2017).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ class LossScale:
         self.good = 0  # steps since it last changed
         self.skipped = 0
 
-    def accept(self, parameters: Iterable[nn.Parameter]) -> str:
-        """Take the factor out of the gradients again; or say why this step must be skipped."""
+    def accept(self, parameters: Iterable[nn.Parameter], agree: Callable[[bool], bool] = bool) -> str:
+        """Take the factor out of the gradients again; or say why this step must be skipped. `agree`: whether it is so
+        for all ranks that hold a part of them."""
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if _take_out(gradients, self.factor):
+        if agree(_take_out(gradients, self.factor)):
             self.good += 1
             if self.good >= self.grows_after and self.factor < LARGEST:
                 self.factor, self.good = self.factor * 2, 0
@@ -49,7 +51,7 @@ class NoScale:
 
     factor: float = 1.0
 
-    def accept(self, parameters: Iterable[nn.Parameter]) -> str:  # noqa: ARG002
+    def accept(self, parameters: Iterable[nn.Parameter], agree: Callable[[bool], bool] = bool) -> str:  # noqa: ARG002
         return ""
 
 

@@ -41,7 +41,7 @@ def check_finite(
     """
     bad = [i for i, loss in enumerate(reduced.losses) if reduced.weights[i] and not math.isfinite(loss)]
     if not bad:
-        overflow = job.prepared.scale.accept(job.request.model.parameters())
+        overflow = job.prepared.scale.accept(job.request.model.parameters(), job.inner.agree)
         if overflow:
             job.commit(events.StepSkipped(step=step + 1, because=overflow))
         return not overflow

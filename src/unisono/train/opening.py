@@ -81,7 +81,7 @@ def open_job(context: Context, request: Request) -> Job:
     strategy = open_strategy(context, request, spec, reached, device, update, prepared, trained, replica)
     comm = strategy.comm
     try:
-        prepared.prepare(trained, spec.exact, context.run_dir.path / "compiled")
+        prepared.prepare(trained, spec.exact, context.run_dir.path / "compiled", replica.blocks if replica else None)
         length, seen = loader.probe(0)
         fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}", fused)
         station = context.station or Alone(spec.microbatches)

@@ -35,7 +35,8 @@ class Prepared:
         self._undo = ExitStack()
         self._compiler: Compiler | None = None
 
-    def prepare(self, model: nn.Module, exact: bool, folder: Path) -> None:
+    def prepare(self, model: nn.Module, exact: bool, folder: Path, cut: Sequence[nn.Module] | None = None) -> None:
+        """`cut`, where ranks hold a part of it each: what is computed in the place of blocks; empty: the blocks are."""
         asked = self.computing
         if asked.precision in ("bf16-all", "fp8"):
             self._undo.callback(narrow_stream(model))
@@ -43,12 +44,13 @@ class Prepared:
             undo, self.words["fp8"] = use_fp8(model)
             self._undo.callback(undo)
         if asked.recompute != "none":
-            self._undo.callback(recompute_blocks(self._blocks, asked.recompute))
+            self._undo.callback(recompute_blocks(cut or self._blocks, asked.recompute))
         if asked.compile != "none":
             self._compiler = Compiler(asked.compile, exact, folder)
             self._undo.callback(self._compiler.settle())
             if asked.compile == "blocks":
-                self._undo.callback(self._compiler.blocks(model))
+                compiler = self._compiler
+                self._undo.callback(compiler.blocks(model) if cut is None else compiler.parts(self._blocks))
 
     def context(self) -> AbstractContextManager[Any]:
         """For forward passes."""

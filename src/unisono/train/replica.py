@@ -29,7 +29,9 @@ from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
 from unisono.parallel.pipeline_layers import is_sequence
 from unisono.parallel.rows import tables_of
+from unisono.parallel.shared_norms import has_batch_norm
 from unisono.parallel.slice_optimizer import keeps_state
+from unisono.train.blocks import repeated_blocks
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
 from unisono.train.notes import of_replica
@@ -48,6 +50,7 @@ class Replica:
     model: nn.Module  # what computes here
     text: str  # how the ranks share the work, where that decides bits
     told: events.ModelCut
+    blocks: tuple[nn.Module, ...] = ()  # what takes the place of blocks in a pipeline that calls none
 
 
 def open_replica(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Replica | None:
@@ -80,10 +83,10 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
         request.model, meshes, device, make, request.loss, partial(autocast, spec.precision, device)
     )
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
-    group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline)
+    group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms)
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
     told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
-    return Replica(world, group, spread, cut.model, cutting.text, told)
+    return Replica(world, group, spread, cut.model, cutting.text, told, cut.traced)
 
 
 def _example(request: Request) -> Tensor | None:
@@ -125,22 +128,42 @@ def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
         f"--strategy {spec.strategy}": spec.strategy not in ("", "allreduce"),
         "local steps": request.local is not None,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
-        "exact=False": not request.exact,
         "an embedding with sparse=True": bool(tables_of(request.model)),  # parts have dense gradients only
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "count, in a pipeline": mesh.pp > 1 and request.count is not None,
-        # fp16 skips steps by the gradients in hand, which are parts; fp8 and compilers have not been tried on parts.
-        f"precision {job.precision}": job.precision in ("fp16", "fp8"),
-        f"compile {job.compile}": job.compile != "none",
-        # What is traced for a pipeline calls no blocks.
-        f"recompute {job.recompute}, where the model does not say its layers": job.recompute != "none"
-        and mesh.pp > 1
-        and bool(request.parallel.boundaries)
-        and not is_sequence(request.model),
+        f"precision {job.precision}": job.precision == "fp8",  # never tried on parts
     }
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--mesh {spec.mesh} and {what} do not go together yet", do="leave out one of the two")
+    if job.compile != "none" and (cause := why_not_compiled(spec, request, job.compile)):
+        raise SetupError(
+            f"--mesh {spec.mesh} and compile {job.compile} do not go together",
+            cause=cause,
+            do="leave out one of the two",
+        )
+
+
+def why_not_compiled(spec: RunSpec, request: Request, how: str) -> str:
+    """Empty: the blocks of the cut model can be compiled."""
+    mesh, asked = spec.replica, request.parallel
+    reasons = {
+        "between the blocks, parameters are put together and activations added up; use compile blocks": how != "blocks",
+        "the model has no repeated blocks, and between other modules parameters are put together": not repeated_blocks(
+            request.model
+        ),
+        "schedule zero-bubble cuts the backward pass of a stage in two, which compiled code cannot": mesh.pp > 1
+        and what_is_asked(spec, asked).schedule == "zero-bubble",
+        "a pipeline whose layers are traced calls no blocks": mesh.pp > 1
+        and bool(asked.boundaries)
+        and not is_sequence(request.model),
+        'with Parallel(unit="layer") parameters are put together inside of each block': mesh.fsdp > 1
+        and asked.unit == "layer",
+        "batch norm meets the other ranks inside of each block": mesh.fsdp > 1 and has_batch_norm(request.model),
+        "with Parallel(loss=True) the loss sees a part of the vocabulary, which has not been compiled yet": mesh.tp > 1
+        and asked.loss,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _open_world(worker: int, place: Place, mesh: Mesh, device: torch.device) -> World:

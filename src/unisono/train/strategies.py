@@ -70,7 +70,9 @@ def open_strategy(
         _refuse_for_tables(context.spec, spec, request, device)
     if context.spec.strategy == "ps":
         return _servers(context, request, spec, comm, device, update)
-    way = "direct" if replica and context.spec.comm == "auto" else context.spec.comm
+    way = context.spec.comm
+    if replica and way == "auto":  # trials would be made by each rank for itself
+        way = "direct" if spec.exact else "backend"
     adding = Adding(
         way,
         spec,
