@@ -103,3 +103,13 @@ def test_workers_come_and_leave_and_hand_over_what_the_codec_keeps(tmp_path: Pat
         run.until(lambda: run.members and 2 not in run.members, "the others to go on")
         run.check(run.hurry(), expected)
         assert not lost(run)
+
+
+def test_without_waiting_a_worker_that_leaves_hands_over_what_its_codes_have_not_said(tmp_path: Path) -> None:
+    with begin(SCRIPT, tmp_path, *asked("topk:0.05"), "--staleness", "inf", *NEVER, workers="1:2") as run:
+        run.until_step(1)
+        run_command(tmp_path, "scale", "chaos", "1")
+        run.until_many(2)
+        run.hurry()
+        assert run.of(events.StepFinished)[-1].step == 60
+        assert not lost(run)

@@ -14,7 +14,18 @@ from unisono.comm.asking import VERBS, Answering, Asker, Words
 from unisono.comm.seam import Comm
 from unisono.core.errors import PeerLost, SetupError
 from unisono.parallel.kv import KeyValues
-from unisono.parallel.kv_shard import INIT, PULL, PUSH, SUBJECT, KeyValueShard, packed
+from unisono.parallel.kv_shard import (
+    BARRIER,
+    INIT,
+    PULL,
+    PUSH,
+    REFUSED,
+    SUBJECT,
+    WORKING,
+    KeyValueShard,
+    packed,
+    unpacked,
+)
 
 every_kind = pytest.mark.parametrize("kind", INTERRUPTIBLE)
 
@@ -141,3 +152,24 @@ def test_a_store_goes_on_with_other_workers() -> None:
     for rank in range(3):
         push(rank, 10.0)
     assert pull() == 30.0
+
+
+def test_those_who_wait_have_more_patience_with_a_worker_that_says_it_is_working() -> None:
+    """It says so as often as they would give it up otherwise; then it says nothing more, and is named."""
+    shard, signs = KeyValueShard(range(2), patience_s=0.25), 8
+    arrived, result = threading.Event(), list[Words]()
+
+    def wait() -> None:
+        arrived.set()
+        result.append(shard.answer(1, Words(SUBJECT * VERBS + BARRIER)))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert arrived.wait(TIMEOUT_S)
+    for _ in range(signs):
+        waiting.join(0.1)
+        assert waiting.is_alive(), "it was given up although it works"
+        shard.answer(0, Words(SUBJECT * VERBS + WORKING))
+    waiting.join(TIMEOUT_S)
+    assert result[0].what % VERBS == REFUSED
+    assert "worker 0 has kept others waiting" in unpacked(result[0].vectors[0])["what"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -85,3 +86,72 @@ def test_what_a_worker_owed_that_died_is_lost_and_told_once() -> None:
     (notice,) = told
     assert notice.code == "carried-lost"
     assert "worker 1 had not sent yet was lost" in notice.text
+
+
+RESUMED = {
+    "the same team": (team(1, [0, 1], [2]), team(1, [0, 1], [2])),
+    "one worker, more servers": (team(1, [0, 1, 2], [3]), team(1, [0], [1, 2])),
+    "nobody but workers": (team(1, [0, 1], [2]), team(1, [0, 1, 2])),
+}
+
+
+@pytest.mark.parametrize("reading", ["all", "the last"])
+@pytest.mark.parametrize("name", RESUMED)
+def test_what_codes_have_not_said_when_a_checkpoint_is_saved_is_said_by_who_takes_it_up(
+    name: str, reading: str
+) -> None:
+    """Also where one has read it, a server at that, and the others copy from it."""
+    before, after = RESUMED[name]
+    told: list[events.Event] = []
+
+    def lived(membership: Membership, number_of_round: int, state: dict[str, Any] | None) -> list[Any]:
+        def life(number: int) -> Any:
+            comm = comms[number]
+            replica = Replica(comm, None, rounds=2, rows=ROWS, compression=parse_codec("topk:0.01"), emit=told.append)
+            comm.reconfigure(membership)
+            if state is not None:
+                mine = copy.deepcopy(state)
+                if reading == "the last" and number != membership.members[-1]:
+                    del mine["owed"]
+                replica.strategy.state_in(mine)
+            replica.strategy.configure(membership)
+            replica.round(membership, number_of_round)
+            found = copy.deepcopy(replica.strategy.gathered_state()), replica.unsaid
+            replica.strategy.close()
+            return replica.model.weight.detach().clone(), *found
+
+        with network("threads", 15) as net:
+            comms = net.comms(membership.members)
+            return in_threads([partial(life, number) for number in membership.members], 40)
+
+    first = lived(before, 0, None)
+    states = [row[1] for row in first]
+    assert all(torch.equal(state["owed"]["0"], states[0]["owed"]["0"]) for state in states), "writers must agree"
+    assert states[0]["owed"]["0"].any()
+    second = [(weight, unsaid) for weight, _, unsaid in lived(after, 1, states[0])]
+    whole = everything(second)
+    torch.testing.assert_close(whole, torch.full_like(whole, WEIGHT), rtol=1e-4, atol=1e-5)
+    assert not [event for event in told if isinstance(event, events.Notice)]
+
+
+def test_what_a_checkpoint_owes_to_other_parameters_is_dropped_and_told() -> None:
+    told: list[events.Event] = []
+    membership = team(1, [0], [1])
+
+    def life(number: int) -> bool:
+        comm = comms[number]
+        replica = Replica(comm, None, rows=ROWS, compression=parse_codec("topk:0.01"), emit=told.append)
+        comm.reconfigure(membership)
+        replica.strategy.state_in({**replica.strategy.state_out(), "owed": {"0": torch.ones(3), "9": torch.ones(3)}})
+        replica.strategy.configure(membership)
+        owes = replica.strategy._outgoing.owes
+        replica.round(membership)
+        replica.strategy.close()
+        return owes
+
+    with network("threads", 15) as net:
+        comms = net.comms(membership.members)
+        assert in_threads([partial(life, number) for number in membership.members], 40) == [False, False]
+    (notice,) = [event for event in told if isinstance(event, events.Notice)]
+    assert notice.code == "carried-lost"
+    assert "other parameters train now" in notice.text

@@ -13,12 +13,13 @@ import torch
 from ranks import INTERRUPTIBLE, together
 from torch import Tensor, nn
 
+from table_states import state_of
 from unisono.comm.asking import HEADER_BYTES, Answering, Asker, by_subject
 from unisono.comm.seam import Comm
 from unisono.core.errors import SetupError
 from unisono.parallel.table import SUBJECT, Table, TableEmbedding, TableShard, TableSpec
 from unisono.parallel.table_optimizers import Adagrad, Adam, RowOptimizer, Sgd
-from unisono.parallel.table_rows import Normal, State, Uniform, owners, reshard
+from unisono.parallel.table_rows import Normal, Uniform, owners
 
 TIMEOUT_S = 30
 ROWS, WIDTH = 200, 5
@@ -36,17 +37,14 @@ def served(
     servers: int,
     use: Callable[[Table, Comm], Any],
     workers: int = 1,
-    states: list[State] | None = None,
-) -> tuple[list[Any], list[State]]:
-    """What `use` returned on each worker, and the states in which the servers ended. Servers come after workers."""
+) -> tuple[list[Any], list[TableShard]]:
+    """What `use` returned on each worker, and the servers' shards at the end. Servers come after workers."""
 
     def work(comm: Comm) -> Any:
         if comm.rank >= workers:
             shard = TableShard(spec, servers, comm.rank - workers)
-            if states is not None:
-                shard.state_in(states[comm.rank - workers])
             Answering(comm, range(workers), by_subject({SUBJECT: shard.answer})).wait()
-            return shard.state_out()
+            return shard
         asker = Asker(comm)
         found = use(Table(asker, spec, range(workers, workers + servers)), comm)
         asker.farewell(range(workers, workers + servers))
@@ -126,22 +124,6 @@ def test_the_number_of_servers_does_not_change_a_bit(kind: str, optimizer: RowOp
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])
-def test_training_goes_on_with_the_same_bits_on_another_number_of_servers(before: int, after: int) -> None:
-    spec = TableSpec(ROWS, WIDTH, Adam(0.05), Normal())
-    gradients = torch.randn(10, 48, WIDTH, generator=torch.Generator().manual_seed(2))
-
-    def push(first: int, last: int, table: Table, _: Comm) -> Tensor:
-        for step in range(first, last):
-            table.push(batches(10)[step][0].view(-1), gradients[step])
-        return table.pull(torch.arange(ROWS))
-
-    [straight], _ = served("threads", spec, 1, partial(push, 0, 10))
-    _, states = served("threads", spec, before, partial(push, 0, 4))
-    [resumed], _ = served("threads", spec, after, partial(push, 4, 10), states=reshard(states, after))
-    assert torch.equal(straight, resumed)
-
-
 @every_kind
 @pytest.mark.parametrize("servers", [1, 3])
 def test_what_travels_is_a_formula_of_the_rows_touched(kind: str, servers: int) -> None:
@@ -163,7 +145,7 @@ def test_what_travels_is_a_formula_of_the_rows_touched(kind: str, servers: int) 
             seen.append((table.bytes_sent, table.bytes_received))
         return seen
 
-    [found], states = served(kind, spec, servers, use)
+    [found], shards = served(kind, spec, servers, use)
     asked = len(owners(ids.view(-1), servers).unique())
     row, number = 16 * 4, 4
     assert found == [
@@ -172,7 +154,7 @@ def test_what_travels_is_a_formula_of_the_rows_touched(kind: str, servers: int) 
         (servers * HEADER_BYTES + touched * (number + row), servers * HEADER_BYTES + touched * row),
         (servers * HEADER_BYTES + touched * (number + row) + number, servers * HEADER_BYTES + row),
     ]
-    assert sum(len(state["ids"]) for state in states) == touched
+    assert sum(shard.touched for shard in shards) == touched
 
 
 @every_kind
@@ -201,16 +183,18 @@ def test_pushes_of_several_workers_are_all_applied(kind: str) -> None:
         for _ in range(20):
             table.push(torch.randint(0, ROWS, (10,), generator=generator), torch.ones(10, WIDTH))
 
-    _, states = served(kind, spec, 2, use, workers=3)
+    _, shards = served(kind, spec, 2, use, workers=3)
     expected = torch.zeros(ROWS)
     for rank in range(3):
         generator = torch.Generator().manual_seed(rank)
         for _ in range(20):
             expected.index_add_(0, torch.randint(0, ROWS, (10,), generator=generator), torch.ones(10))
-    [whole] = reshard(states, 1)
-    found = torch.zeros(ROWS).index_copy_(0, whole["ids"], -whole["rows"][:, 0])
+    found = torch.zeros(ROWS)
+    for shard in shards:
+        state = state_of(shard)
+        found.index_copy_(0, state["ids"], -state["rows"][:, 0])
     assert torch.equal(found, expected)
-    assert whole["step"].item() == 60
+    assert [shard.blocks(ROWS)[2] for shard in shards] == [60, 60]
 
 
 def test_one_worker_sees_what_another_has_pushed() -> None:
@@ -268,11 +252,12 @@ def test_two_forward_passes_of_one_step_are_one_push() -> None:
         embedding.push_gradients()  # nothing is left
         return [embedding(torch.tensor([1])).requires_grad, embedding.eval()(torch.tensor([1])).requires_grad]
 
-    [found], [state] = served("threads", spec, 1, use)
+    [found], [shard] = served("threads", spec, 1, use)
+    state = state_of(shard)
     assert found == [True, False]
     assert state["ids"].tolist() == [1, 2, 3]
-    assert state["step"].item() == 1
-    torch.testing.assert_close(state["moments"][0], 0.1 * torch.tensor([[1.0], [3.0], [2.0]]).expand(3, WIDTH))
+    assert shard.blocks(ROWS)[2] == 1
+    torch.testing.assert_close(state["moments"][:, 0], 0.1 * torch.tensor([[1.0], [3.0], [2.0]]).expand(3, WIDTH))
 
 
 def test_nothing_may_be_asked_for_and_nothing_pushed() -> None:
@@ -283,9 +268,9 @@ def test_nothing_may_be_asked_for_and_nothing_pushed() -> None:
         table.push(none, torch.empty(0, WIDTH))
         return tuple(table.pull(none).shape)
 
-    [found], states = served("threads", spec, 2, use)
+    [found], shards = served("threads", spec, 2, use)
     assert found == (0, WIDTH)
-    assert [state["step"].item() for state in states] == [1, 1]
+    assert [shard.blocks(ROWS)[1:] for shard in shards] == [(0, 1), (0, 1)]
 
 
 @pytest.mark.parametrize("ids", [[-1], [0, ROWS], [0.5]])

@@ -12,6 +12,9 @@ import pytest
 
 from multiproc.running import Finished, run_python, run_unisono
 from multiproc.scripts import SMALL
+from unisono.checkpoint.listing import newest_good
+from unisono.checkpoint.reading import read_tensors
+from unisono.checkpoint.store import open_store
 from unisono.core import events
 
 MODELS = Path(__file__).with_name("train_model.py")
@@ -101,3 +104,22 @@ def test_what_a_codec_cannot_encode_is_refused(tmp_path: Path) -> None:
     assert finished.exit_code not in (0, 1), finished.output
     assert "--compress int8 cannot take effect" in finished.output
     assert "codecs are for float32" in finished.output
+
+
+def test_with_staleness_what_codes_have_not_said_is_in_the_checkpoint_and_taken_up(tmp_path: Path) -> None:
+    """That it is said in the end is shown in contract/test_owing.py."""
+    script = SCRIPT.replace("schedule=schedule, clip=unisono.Clip(norm=0.5)", "schedule=schedule")
+    named = (*SERVERS, "--staleness", "inf", "--compress", "topk:0.05", "--name", "r")
+    owed = []
+    for workers, servers, more in ((2, "1", ("--stop-after", "16")), (1, "2", ())):
+        finished = run_unisono(script, tmp_path, *named, "--servers", servers, *more, workers=workers)
+        assert finished.run_dir is not None
+        store = open_store(str(finished.run_dir / "checkpoints"))
+        manifest = newest_good(store)
+        assert manifest is not None
+        names = [name for name in manifest.tensors if name.startswith("owed.")]
+        tensors = [tensor for _, tensor in read_tensors(store, manifest, names)]
+        owed.append((manifest.step, any(bool(tensor.any()) for tensor in tensors)))
+        assert "carried-lost" not in [event.code for event in finished.events_of(events.Notice)]
+    assert [event.step for event in finished.events_of(events.Resumed)] == [16]
+    assert owed == [(16, True), (30, True)]

@@ -12,6 +12,9 @@ import pytest
 
 from multiproc.running import Finished, run_command, run_python, run_unisono, start_unisono
 from multiproc.scripts import SMALL
+from unisono.checkpoint.listing import list_steps, read_manifest
+from unisono.checkpoint.manifest import CHUNKS
+from unisono.checkpoint.store import open_store
 from unisono.comm.asking import HEADER_BYTES
 from unisono.core import events
 from unisono.core.run_dir import RunDir
@@ -240,3 +243,61 @@ def test_a_store_is_saved_and_taken_up_by_other_workers_and_servers(tmp_path: Pa
     assert [float(each) for each in sums[0]] == pytest.approx([float(each) for each in sums[1]], rel=1e-4)
     listed = run_command(tmp_path, "checkpoint", "list", "saved").output
     assert all(f"{step}" in listed for step in (1, 2, 3, 4)), listed
+
+
+# With one worker a table has the same bits every time, whatever its servers. The script dies where it is told to.
+TABLES = """
+import os, sys, torch, unisono
+
+first, last, dies = map(int, sys.argv[1:])
+with unisono.ps.connect() as servers:
+    users = servers.table("users", rows=3_000_000, width=4, optimizer=unisono.ps.Adam(lr=0.1))
+    words = servers.table("words", rows=50, width=2, optimizer=unisono.ps.SGD(lr=0.1, momentum=0.9))
+    if first:
+        servers.load("saved")
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        for table in (users, words):
+            ids = torch.randint(table.spec.rows, (40,), generator=generator)
+            gradients = torch.randn(40, table.spec.width, generator=generator)
+            if servers.rank == 0:
+                table.push(ids, gradients)
+        if step + 1 == dies:
+            from unisono.train import door_saving
+            door_saving.commit = lambda *_: os.kill(os.getpid(), 9)  # all is written, and nothing said of it
+        servers.save("saved", step + 1)
+    if servers.rank == 0:
+        seeded = [torch.Generator().manual_seed(step) for step in range(5)]
+        known = torch.cat([torch.randint(3_000_000, (40,), generator=each) for each in seeded])
+        print("came to", float(users.pull(known).double().sum()), float(words.pull(torch.arange(50)).double().sum()))
+"""
+
+
+def came_to(said: str) -> tuple[str, str]:
+    (found,) = re.findall(r"came to (\S+) (\S+)", said)
+    return found  # type: ignore[no-any-return]
+
+
+def test_a_worker_that_dies_in_a_save_leaves_the_checkpoint_before_for_other_workers_and_servers(
+    tmp_path: Path,
+) -> None:
+    lost = run_unisono(TABLES, tmp_path, *SERVERS, "2", workers=2, script_args=("0", "5", "3"), expect=22)
+    assert lost.output.count("UNI-") == 1, lost.output
+    assert "worker 0 was lost, and this run cannot go on" in lost.output
+    store = open_store(str(tmp_path / "saved"))
+    named = {chunk.key for step in (1, 2) for chunk in read_manifest(store, step).chunks.values()}
+    assert list_steps(store) == [1, 2]
+    assert {entry.key for entry in store.list(CHUNKS)} > named, "it died before it had written anything"
+    resumed = run_unisono(TABLES, tmp_path, *SERVERS, "3", workers=1, script_args=("2", "5", "0"))
+    (tmp_path / "other").mkdir()
+    whole = run_python(TABLES, tmp_path / "other", "0", "5", "0")
+    assert came_to(resumed.log()) == came_to(whole.output)
+
+
+def test_tables_of_another_shape_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    run_python(TABLES, tmp_path, "0", "1", "0")
+    other = TABLES.replace("rows=50, width=2", "rows=50, width=3")
+    refused = run_unisono(other, tmp_path, *SERVERS, "1", workers=2, script_args=("1", "2", "0"), expect=None)
+    assert refused.exit_code != 0
+    assert refused.output.count("UNI-") == 1, refused.output
+    assert "'words' is another table: width is 3 here and was 2" in refused.output

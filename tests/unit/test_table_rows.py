@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from table_states import state_of
 from unisono.core.errors import CheckpointMismatch, SetupError
-from unisono.parallel.table import TableShard, TableSpec
+from unisono.parallel.table import IDS, MOMENTS, ROWS, TableShard, TableSpec
 from unisono.parallel.table_optimizers import Adagrad, Adam, AdamW, RowOptimizer, Sgd
 from unisono.parallel.table_rows import (
     Blocks,
@@ -26,7 +27,6 @@ from unisono.parallel.table_rows import (
     ids_on,
     in_blocks,
     owners,
-    reshard,
 )
 
 INITIALS: tuple[Initial, ...] = (Zeros(), Uniform(-0.5, 0.25), Normal(0.1))
@@ -160,7 +160,8 @@ def test_rows_that_were_made_are_listed_in_order() -> None:
     rows = Rows(1000, 2, torch.float32, 0)
     for each in ([700, 3], [5], [999, 0]):
         rows.make(torch.tensor(each), torch.zeros(len(each), 2), torch.empty(len(each), 0))
-    assert rows.made().tolist() == [0, 3, 5, 700, 999]
+    assert rows.made(0, 1000).tolist() == [0, 3, 5, 700, 999]
+    assert rows.made(4, 701).tolist() == [5, 700]
     assert rows.missing(torch.tensor([0, 1, 5, 6])).tolist() == [1, 3]
 
 
@@ -247,7 +248,7 @@ def test_a_rate_may_be_given_with_a_push() -> None:
     assert shard.pull(torch.arange(2)).tolist() == [[-0.25], [-0.5]]
 
 
-# ---- how they are dealt out anew
+# ---- how they come out of a server and into another
 
 
 def trained(servers: int, optimizer: RowOptimizer) -> list[TableShard]:
@@ -262,41 +263,43 @@ def trained(servers: int, optimizer: RowOptimizer) -> list[TableShard]:
     return shards
 
 
-@pytest.mark.parametrize("optimizer", [Sgd(0.1), Adam(0.1)])
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (2, 1), (2, 5), (3, 3)])
-def test_states_dealt_out_anew_are_those_of_that_many_servers(before: int, after: int, optimizer: RowOptimizer) -> None:
-    states = [shard.state_out() for shard in trained(before, optimizer)]
-    copies = [{name: value.clone() for name, value in state.items()} for state in states]
-    dealt = reshard(states, after)
-    expected = [shard.state_out() for shard in trained(after, optimizer)]
-    for mine, theirs in zip(dealt, expected, strict=True):
-        assert mine.keys() == theirs.keys() == {"ids", "rows", "moments", "step"}
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    for state, copy in zip(states, copies, strict=True):
-        assert all(torch.equal(state[name], copy[name]) for name in state)
+@pytest.mark.parametrize("most", [1, 7, 20, 100])
+def test_blocks_are_all_rows_that_have_been_made_each_once_and_none_larger_than_asked(most: int) -> None:
+    [shard] = trained(1, Adam(0.1))
+    begins, count, pushes = shard.blocks(most)
+    assert (count, pushes) == (shard.touched, 4)
+    sizes = [min(most, count - number * most) for number in range(len(begins))]
+    ids = torch.cat([shard.part_out(IDS, begin, size) for begin, size in zip(begins, sizes, strict=True)])
+    rows = torch.cat([shard.part_out(ROWS, begin, size) for begin, size in zip(begins, sizes, strict=True)])
+    assert sizes == [most] * (count // most) + [count % most] * (count % most > 0)
+    assert torch.equal(ids, state_of(shard)["ids"])
+    assert len(ids) == count
+    assert torch.equal(rows, shard.pull(ids))
 
 
-def test_a_shard_goes_on_from_its_state_with_the_same_bits() -> None:
-    [first] = trained(1, Adam(0.1))
+@pytest.mark.parametrize("optimizer", [Sgd(0.1), Sgd(0.1, 0.9), Adam(0.1)])
+def test_a_shard_goes_on_from_the_rows_of_another_with_the_same_bits(optimizer: RowOptimizer) -> None:
+    [first] = trained(1, optimizer)
     second = TableShard(first.spec, 1, 0)
     second.push(torch.arange(100), torch.ones(100, 3))  # is forgotten
-    second.state_in(first.state_out())
+    second.begin_in()
+    begins, count, pushes = first.blocks(30)
+    for number, begin in enumerate(begins):
+        some = min(30, count - 30 * number)
+        second.part_in(*(first.part_out(what, begin, some).reshape(-1) for what in (IDS, ROWS, MOMENTS)))
+    assert second.touched == 100, "nothing may change before all is there"
+    second.end_in(pushes)
     for shard in (first, second):
         shard.push(torch.arange(0, 100, 2), torch.full((50, 3), 0.3))
     assert first.touched == second.touched
     assert torch.equal(first.pull(torch.arange(100)), second.pull(torch.arange(100)))
 
 
-@pytest.mark.parametrize(
-    ("spec", "servers", "position"),
-    [
-        (TableSpec(100, 3, Adam(0.1)), 2, 0),  # another number of servers
-        (TableSpec(100, 4, Adam(0.1)), 1, 0),
-        (TableSpec(50, 3, Adam(0.1)), 1, 0),
-        (TableSpec(100, 3, Sgd(0.1)), 1, 0),
-    ],
-)
-def test_the_state_of_something_else_is_refused(spec: TableSpec, servers: int, position: int) -> None:
-    [shard] = trained(1, Adam(0.1))
-    with pytest.raises(CheckpointMismatch, match="does not fit"):
-        TableShard(spec, servers, position).state_in(shard.state_out())
+@pytest.mark.parametrize(("ids", "servers"), [([2, 5], 1), ([0, 1, 2, 3], 2)], ids=["twice", "of another server"])
+def test_rows_that_a_shard_cannot_have_are_refused(ids: list[int], servers: int) -> None:
+    shard = TableShard(TableSpec(100, 3, Sgd(0.1)), servers, 0)
+    shard.begin_in()
+    if servers == 1:
+        shard.part_in(torch.tensor([5]), torch.ones(3), torch.empty(0))
+    with pytest.raises(CheckpointMismatch, match="twice, or are another"):
+        shard.part_in(torch.tensor(ids), torch.ones(len(ids) * 3), torch.empty(0))

@@ -97,8 +97,9 @@ class Asynchronous(ParameterServer):
             self._holdings, self._views = Holdings(membership), None
             self._editions.hold_together(self._routes.owned_by(self.comm.rank))
             self._ask_what_was_seen(membership)
-            if self._coding.feedback:
-                self._debts.settle(self.comm, membership, self._outgoing, f"in round {self.version + 1}")
+            if self._coding.feedback and self._gradients is not None:
+                layout, step = self._gradients.layout, f"in round {self.version + 1}"
+                self._debts.settle(self.comm, membership, self._outgoing, layout, step)
 
     def hand_over(self, leaves: bool) -> None:
         """Residuals too: another worker's codes say what those of the one that leaves could not."""
@@ -134,8 +135,15 @@ class Asynchronous(ParameterServer):
         super().state_in(state)
         self._round = state.get("round", -1)
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
-        if not self._begun:  # from a checkpoint: what has not been said belongs to steps that are gone
+        if not self._begun:  # from a checkpoint: what has not been said since belongs to steps that are gone
             self._outgoing = Outgoing(self.comm, self._coding)
+            self._debts.saved = state.get("owed", {}) if self._coding.feedback else {}
+
+    def gathered_state(self) -> dict[str, Any]:
+        state = super().gathered_state()
+        if self._coding.feedback and self._gradients is not None:
+            state["owed"] = self._debts.sum_of_all(self.comm, self._outgoing, self._gradients.layout)
+        return state
 
     def steps_in(self, turns: int) -> int:
         return turns

@@ -28,6 +28,7 @@ from unisono.parallel.kv_shard import (
     PUSH,
     REFUSED,
     SUBJECT,
+    WORKING,
     made_optimizer,
     packed,
     unpacked,
@@ -168,6 +169,10 @@ class KeyValues:
     def barrier(self) -> None:
         """Returns when all workers have come here."""
         self._hear(self._ask(0, BARRIER, (), []))
+
+    def working(self) -> None:
+        """Those who wait for this worker shall have more patience: it does something long."""
+        self._hear(self._ask(0, WORKING, (), []))
 
     def _ask_to_init(self, key: Key, value: Tensor) -> list[Asked]:
         number, parts = len(self.known), place(value.shape, value.element_size(), self._loads)

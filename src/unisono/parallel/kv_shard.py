@@ -22,7 +22,7 @@ from unisono.comm.asking import VERBS, Words
 from unisono.core.errors import CheckpointMismatch, PeerLost, SetupError, UnisonoError, suggest
 
 SUBJECT = 17  # of questions about the store
-INIT, PUSH, PULL, PULL_ROWS, OPTIMIZER, BARRIER, REFUSED, STATE_OUT, STATE_IN = range(9)
+INIT, PUSH, PULL, PULL_ROWS, OPTIMIZER, BARRIER, REFUSED, STATE_OUT, STATE_IN, WORKING = range(10)
 Setting = tuple[str, dict[str, Any]]
 
 # Those that treat every number by itself: a value may be cut anywhere.
@@ -177,6 +177,7 @@ class KeyValueShard:
         self._arrived: dict[int, int] = defaultdict(int)  # by worker: at how many barriers
         self._news = threading.Condition()  # of entries and barriers
         self._over = False
+        self._signs = 0  # of workers that do something long
         self._left: frozenset[int] = frozenset()  # workers that ask no more
         self._verbs: Mapping[int, Callable[[int, Words], Sequence[Tensor]]] = {
             INIT: self._init,
@@ -187,6 +188,7 @@ class KeyValueShard:
             BARRIER: self._barrier,
             STATE_OUT: self._state_out,
             STATE_IN: self._state_in,
+            WORKING: self._show_sign,
         }
 
     @property
@@ -233,7 +235,11 @@ class KeyValueShard:
         self, condition: threading.Condition, true: Callable[[], bool], owes: Callable[[int], bool], what: str
     ) -> None:
         """With the condition held. `owes(worker)`: it has yet to do its part; then it must not have left."""
-        condition.wait_for(lambda: self._over or true() or any(map(owes, self._left)), self._patience_s)
+        signs = -1
+        while signs != self._signs:  # with every sign, patience begins anew
+            signs = self._signs
+            if condition.wait_for(lambda: self._over or true() or any(map(owes, self._left)), self._patience_s):
+                break
         if true():
             return
         if self._over:
@@ -349,6 +355,11 @@ class KeyValueShard:
                 lambda other: self._arrived[other] < mine,
                 "a barrier",
             )
+        return []
+
+    def _show_sign(self, worker: int, question: Words) -> Sequence[Tensor]:  # noqa: ARG002
+        with self._news:
+            self._signs += 1
         return []
 
     def _entry(self, question: Words) -> _Entry:

@@ -204,11 +204,12 @@ class Owner:
         _, turn, first, last, share, loss, draw = question.numbers
         manner, vectors = self._manner, question.vectors
         pace = manner.pace(number(share)) if number(share) else 0.0
+        late = delay / self._pushes_a_step  # in steps
         if manner.delayed == "scale":
-            pace /= max(1.0, delay / self._pushes_a_step)
+            pace /= max(1.0, late)
         elif manner.delayed == "compensate" and delay and vectors:
             vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
-        words = Words(COPY, (turn, first, last, bits(pace), loss, draw), vectors)
+        words = Words(COPY, (turn, first, last, bits(pace), share, bits(late), loss, draw), vectors)
         self._views.make_way(rank, self._changed_by(words))
         made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
@@ -221,7 +222,7 @@ class Owner:
 
     def _changed_by(self, words: Words) -> list[Place]:
         """Which of our dense slices an update will change."""
-        *piece, pace, _, _ = words.numbers
+        *piece, pace, _, _, _, _ = words.numbers
         if not number(pace):
             return []
         seen, used = Piece(*piece), words.vectors[-1].tolist()
@@ -254,7 +255,7 @@ class Owner:
     def _see(self, places: Sequence[Place], words: Words) -> tuple[list[Place], list[int]]:
         """Make the update of a piece on those slices that have not seen it. Returns where it was made, and which of the
         places it has changed."""
-        *piece, pace, loss, draw = words.numbers
+        *piece, pace, share, late, loss, draw = words.numbers
         seen, made, changed = Piece(*piece), list[Place](), set[int]()
         used = [bool(flag) for flag in words.vectors[-1].tolist()] if words.vectors else []
         for position, place in enumerate(places):
@@ -262,8 +263,8 @@ class Owner:
             if left and number(pace):
                 cut = self._cutter(place, words.vectors[position], draw)
                 for one in left:
-                    part = cut(one)
-                    if one.step(part, used, number(pace), self._manner.settings[seen.turn]):
+                    part, settings = cut(one), self._manner.settings[seen.turn]
+                    if one.step(part, used, number(pace), settings, number(share), number(late)):
                         changed.add(position)
                     made.append((place[0], one.start, one.stop))
             for one in left:

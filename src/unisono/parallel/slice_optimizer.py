@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
 from unisono.core.errors import SetupError
 from unisono.parallel.layout import Layout
+from unisono.parallel.momentum import step_of_part
 from unisono.parallel.slices import Slice, Whole, segments
 
 Settings = Sequence[Mapping[str, Any]]
@@ -74,10 +75,18 @@ class SliceOptimizer:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
-    def step(self, gradient: Tensor, used: Sequence[bool], pace: float = 1.0, settings: Settings = ()) -> bool:
+    def step(
+        self,
+        gradient: Tensor,
+        used: Sequence[bool],
+        pace: float = 1.0,
+        settings: Settings = (),
+        share: float = 1.0,
+        late: float = 0.0,
+    ) -> bool:
         """One update from the slice's gradient, with `pace` times the learning rate. A parameter that nobody `used` has
         none, as in plain PyTorch; whether there was any other here, is returned. `settings` take the place of the
-        user's."""
+        user's. `share` of a step, and `late` by so many steps: for momentum."""
         self._follow_settings(pace, settings)
         rates = self._plain_rates() if self._left is not None else None
         if self._left is not None and rates is not None:
@@ -86,7 +95,10 @@ class SliceOptimizer:
             self._arrive()
             for one in self._segments:
                 self._parts[one.parameter].grad = self._part_of(gradient, one.here) if used[one.parameter] else None
-            self._optimizer.step()
+            if (share, late) != (1.0, 0.0) and type(self._optimizer) is SGD and not _has_hooks(self._optimizer):
+                step_of_part(self._optimizer, share, late)
+            else:
+                self._optimizer.step()
             for part in self._parts.values():
                 part.grad = None
         self.version += 1
@@ -129,7 +141,7 @@ class SliceOptimizer:
     def _plain_rates(self) -> dict[int, float] | None:
         """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the
         gradient."""
-        if type(self._optimizer) is not torch.optim.SGD or _has_hooks(self._optimizer):
+        if type(self._optimizer) is not SGD or _has_hooks(self._optimizer):
             return None
         positions = {id(part): position for position, part in self._parts.items()}
         found: dict[int, float] = {}

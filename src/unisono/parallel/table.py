@@ -19,11 +19,12 @@ from torch.nn import functional
 from unisono.comm.asking import VERBS, Asked, Asker, Room, Words
 from unisono.core.errors import CheckpointMismatch, SetupError
 from unisono.parallel.table_optimizers import RowOptimizer, Sgd
-from unisono.parallel.table_rows import Initial, Rows, State, Zeros, added_up, ids_on, math_dtype, owners
+from unisono.parallel.table_rows import Initial, Rows, Zeros, added_up, ids_on, math_dtype, owners
 
 SUBJECT = 16  # of questions about a table, if there is only one
-_PULL, _PUSH, _PUSH_PULL, _PUSH_PULL_OTHERS = range(4)
-_FILL_ROWS = 1 << 16
+_PULL, _PUSH, _PUSH_PULL, _PUSH_PULL_OTHERS, BLOCKS, PART_OUT, BEGIN_IN, PART_IN, END_IN = range(9)
+IDS, ROWS, MOMENTS = range(3)  # of a block
+_FILL_ROWS, _SCAN_ROWS = 1 << 16, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class TableShard:
         self.spec, self._servers, self._position = spec, servers, position
         self._lock = threading.Lock()
         self._rows = self._empty()
+        self._coming = self._empty()  # see `begin_in`
         self._step = 0  # pushes to the table: every push comes to every server
         if spec.whole:
             for start in range(0, self._rows.count, _FILL_ROWS):
@@ -77,10 +79,29 @@ class TableShard:
         verb, vectors = question.what % VERBS, question.vectors
         if verb == _PULL:
             return Words(question.what, (), [self.pull(vectors[0]).view(-1)])
+        if verb >= BLOCKS:
+            return Words(question.what, *self._move(verb, question.numbers, vectors))
         ids, gradients, wanted, lr = vectors
         others = wanted if verb == _PUSH_PULL_OTHERS else None
         found = self._push(ids, gradients, others, lr.item() if len(lr) else None)
         return Words(question.what, (), [] if verb == _PUSH else [found.view(-1)])
+
+    def _move(
+        self, verb: int, numbers: Sequence[int], vectors: Sequence[Tensor]
+    ) -> tuple[tuple[int, ...], list[Tensor]]:
+        if verb == BLOCKS:
+            begins, *told = self.blocks(*numbers)
+            return tuple(told), [torch.tensor(begins, dtype=torch.int64)]
+        if verb == PART_OUT:
+            what, begin, count = numbers
+            return (), [self.part_out(what, begin, count).reshape(-1)]
+        if verb == BEGIN_IN:
+            self.begin_in()
+        elif verb == PART_IN:
+            self.part_in(*vectors)
+        else:
+            self.end_in(*numbers)
+        return (), []
 
     def pull(self, rows: Tensor) -> Tensor:
         """(rows, width). Looking at a row does not make it."""
@@ -107,34 +128,48 @@ class TableShard:
             self._rows.put(slots, values, moments)
             return values if wanted is None else self._look(wanted.to(torch.int64))
 
-    def state_out(self) -> State:
-        """Copies: `ids` of the table in ascending order, `rows`, `moments` (moments, rows, width) and `step`."""
-        with self._lock:
-            made = self._rows.made()
-            slots = self._rows.slots(made)
-            moments = self._rows.moments(slots).view(len(made), self.spec.optimizer.moments, self.spec.width)
-            return {
-                "ids": ids_on(self._position, made, self._servers),
-                "rows": self._rows.get(slots),
-                "moments": moments.transpose(0, 1).contiguous(),
-                "step": torch.tensor([self._step]),
-            }
+    # --- out of a server and into another, block by block
 
-    def state_in(self, state: Mapping[str, Tensor]) -> None:
-        """Instead of everything that was here."""
-        ids, rows, moments, spec = state["ids"], state["rows"], state["moments"], self.spec
-        fits = rows.shape == (len(ids), spec.width) and moments.shape == (spec.optimizer.moments, *rows.shape)
-        mine = owners(ids, self._servers) == self._position
-        if not (fits and bool(mine.all()) and bool(((ids >= 0) & (ids < spec.rows)).all())):
-            raise CheckpointMismatch(
-                f"the state of a table does not fit server {self._position} of {self._servers}",
-                cause="it is of another number of servers, of other rows or width, or of another optimizer",
-                do="deal the states out anew with reshard(states, servers), for the same table and optimizer",
-            )
+    def blocks(self, most: int) -> tuple[list[int], int, int]:
+        """At which place each block of `most` rows that have been made begins; how many rows there are; pushes."""
+        begins, seen = list[int](), 0
         with self._lock:
-            self._rows, self._step = self._empty(), int(state["step"].item())
-            joined = moments.transpose(0, 1).reshape(len(ids), -1) if moments.numel() else torch.empty(len(ids), 0)
-            self._rows.make(ids // self._servers, rows, joined.to(math_dtype(spec.dtype)))
+            for first in range(0, self._rows.count, _SCAN_ROWS):
+                places = self._rows.made(first, first + _SCAN_ROWS)
+                begins += places[-seen % most :: most].tolist()
+                seen += len(places)
+            return begins, seen, self._step
+
+    def part_out(self, what: int, begin: int, count: int) -> Tensor:
+        """The ids, rows or moments of as many rows that have been made, from the place `begin` on."""
+        with self._lock:
+            found, first = list[Tensor](), begin
+            while count > sum(map(len, found)) and first < self._rows.count:
+                found.append(self._rows.made(first, first + _SCAN_ROWS))
+                first += _SCAN_ROWS
+            places = torch.cat(found)[:count]
+            if what == IDS:
+                return ids_on(self._position, places, self._servers)
+            slots = self._rows.slots(places)
+            return self._rows.get(slots) if what == ROWS else self._rows.moments(slots)
+
+    def begin_in(self) -> None:
+        """Others shall take the place of what is here: nothing has changed before `end_in`."""
+        self._coming = self._empty()
+
+    def part_in(self, ids: Tensor, rows: Tensor, moments: Tensor) -> None:
+        coming, places, spec = self._coming, ids // self._servers, self.spec
+        if len(coming.missing(places)) < len(ids) or bool((owners(ids, self._servers) != self._position).any()):
+            raise CheckpointMismatch(
+                f"rows of a table came to server {self._position} of {self._servers} twice, or are another server's",
+                cause="the checkpoint says of some row twice what it is",
+                do="use an older checkpoint",
+            )
+        coming.make(places, rows.view(-1, spec.width), moments.view(len(ids), spec.optimizer.moments * spec.width))
+
+    def end_in(self, pushes: int) -> None:
+        with self._lock:
+            self._rows, self._coming, self._step = self._coming, self._empty(), pushes
 
     def _empty(self) -> Rows:
         spec = self.spec
@@ -256,6 +291,14 @@ class Table:
             self._ask(p, verb, [self._local(ids, part), sent.index_select(0, part).view(-1), wanted[p], rate])
             for p, part in enumerate(parts)
         ]
+
+    def ask(self, position: int, verb: int, numbers: tuple[int, ...] = (), vectors: Sequence[Tensor] = ()) -> Asked:
+        """For whoever moves what the servers hold. What comes is in memory of its own."""
+        return self._asker.ask(self._servers[position], Words(self._subject * VERBS + verb, numbers, vectors))
+
+    @property
+    def servers(self) -> int:
+        return len(self._servers)
 
     def _ask(self, position: int, verb: int, vectors: Sequence[Tensor]) -> Asked:
         words = Words(self._subject * VERBS + verb, (), vectors)

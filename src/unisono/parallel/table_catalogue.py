@@ -24,7 +24,7 @@ from unisono.parallel.table_rows import Normal, Uniform, Zeros
 
 SUBJECT = 18  # of questions about the catalogue
 FIRST_TABLE = 32  # the subject of the first table
-_OPEN, _REFUSED = range(2)
+_OPEN, _REFUSED, _LIST = range(3)
 _ANY = -1  # the first server chooses
 
 _OPTIMIZERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Sgd, Adagrad, Adam, AdamW)}
@@ -86,6 +86,10 @@ class Catalogue:
         return [shard for _, _, shard in list(self._known.values())]
 
     def answer(self, rank: int, question: Words) -> Words:  # noqa: ARG002
+        if question.what % VERBS == _LIST:
+            with self._lock:
+                every = [[name, subject, words] for name, (subject, words, _) in self._known.items()]
+            return Words(question.what, (), [packed(every)])
         name, words = unpacked(question.vectors[0])
         try:
             subject = self._open(name, words, question.numbers[0])
@@ -125,3 +129,10 @@ def open_table(asker: Asker, name: str, spec: TableSpec, servers: Sequence[int])
     for rank in servers[1:]:
         ask(rank, subject)
     return Table(asker, spec, servers, subject)
+
+
+def every_table(asker: Asker, servers: Sequence[int]) -> dict[str, Table]:
+    """All that some worker has opened, by name."""
+    answer = asker.ask(servers[0], Words(SUBJECT * VERBS + _LIST)).wait()
+    rows = unpacked(answer.vectors[0])
+    return {name: Table(asker, heard(words), servers, subject) for name, subject, words in rows}

@@ -3,13 +3,12 @@
 
 A row that nobody has written is made out of (seed, row) alone whenever somebody asks for it, with integers, so that
 neither the one who asks first nor the number of servers nor the machine matters. Used by `TableShard`; knows nothing
-of gradients or of other servers, except for `reshard`, which deals states out anew.
+of gradients or of other servers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +22,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _PARTS = 8  # of 16 bits, out of two hashes
 
 Hashes = npt.NDArray[np.uint64]
-State = dict[str, Tensor]
 
 
 class Initial(Protocol):
@@ -212,32 +210,11 @@ class Rows:
         if moments.shape[1]:
             self._moments.put(slots, moments)
 
-    def made(self) -> Tensor:
-        """All that have been made, in ascending order."""
-        return torch.from_numpy(np.flatnonzero(self._slots.numpy()))
+    def made(self, first: int, last: int) -> Tensor:
+        """Those of `first` to `last` that have been made, in ascending order."""
+        return torch.from_numpy(np.flatnonzero(self._slots.numpy()[first:last]) + first)
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """What rows of `dtype` are computed in, and their moments kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def reshard(states: Sequence[Mapping[str, Tensor]], servers: int) -> list[State]:
-    """The states of all shards of a table, as the shards of another number of servers would have them."""
-    ids, order = torch.cat([state["ids"] for state in states]).sort()
-    rows = torch.cat([state["rows"] for state in states])
-    moments = torch.cat([state["moments"] for state in states], dim=1)  # (moments, rows, width)
-    step = torch.stack([state["step"] for state in states]).amax(0)
-    dealt, dealt_to = [], owners(ids, servers)
-    for position in range(servers):
-        mine = (dealt_to == position).nonzero().view(-1)
-        places = order.index_select(0, mine)
-        dealt.append(
-            {
-                "ids": ids.index_select(0, mine),
-                "rows": rows.index_select(0, places),
-                "moments": moments.index_select(1, places),
-                "step": step.clone(),
-            }
-        )
-    return dealt

@@ -50,7 +50,17 @@ class TableOptimizer(SliceOptimizer):
         """What `step` is to be given, of the gradient of a table."""
         return rows.between(self.rows.start, self.rows.stop).as_sparse(len(self.rows), self.rows.start)
 
-    def step(self, gradient: Tensor, used: Sequence[bool], pace: float = 1.0, settings: Settings = ()) -> bool:
+    def step(
+        self,
+        gradient: Tensor,
+        used: Sequence[bool],
+        pace: float = 1.0,
+        settings: Settings = (),
+        share: float = 1.0,
+        late: float = 0.0,
+    ) -> bool:
+        """Tables have no momentum of SGD: how large a part of a step it is, and how late, makes no difference."""
+        del share, late
         self.touched.append(gradient._indices()[0] + self.rows.start)
         return super().step(gradient, used, pace, settings)
 

@@ -60,7 +60,7 @@ def take_up(job: Job, home: Home) -> TakenUp:
     names = names_in_order(job.request.model, job.request.optimizer)
     with believed(taken.manifest, home.store.url if home.store else ""):
         state = dict(taken.state) if job.spread is None else job.spread.cut(taken.state)
-        strategy = {key: state.pop(key) for key in ("model", "optimizer", "outer") if key in state}
+        strategy = {key: state.pop(key) for key in ("model", "optimizer", "outer", "owed") if key in state}
         if job.spread is None:
             strategy["optimizer"] = by_number(strategy["optimizer"], names)
         check_own(job.request.travellers, state["travellers"])

@@ -19,9 +19,10 @@ from unisono.core.errors import SetupError, suggest
 from unisono.parallel.kv import KeyValues, Mode
 from unisono.parallel.kv_state import dealt_out, gathered
 from unisono.parallel.table import Table, TableEmbedding, TableSpec
-from unisono.parallel.table_catalogue import open_table
+from unisono.parallel.table_catalogue import every_table, open_table
 from unisono.parallel.table_optimizers import RowOptimizer
 from unisono.parallel.table_rows import Initial, Normal
+from unisono.parallel.table_state import TablesState, deal_out
 from unisono.train import door_saving
 from unisono.train.door_connection import Connection, ProcessUse
 from unisono.train.door_opening import connected
@@ -101,7 +102,7 @@ class KeyValueStore(KeyValues):
         step in a directory or at a URL. When it returns, it is there."""
         self.barrier()
         if self.rank == 0:
-            door_saving.save(where, step, gathered(self))
+            door_saving.save_store(where, step, gathered(self), self.working)
         self.barrier()
 
     def load(self, where: Where, step: int | None = None) -> None:
@@ -109,7 +110,7 @@ class KeyValueStore(KeyValues):
         step, unless one is named."""
         self.barrier()
         if self.rank == 0:
-            dealt_out(self, door_saving.load(where, step))
+            dealt_out(self, door_saving.load_store(where, step, self.working))
         self.barrier()
 
     def close(self) -> None:
@@ -172,6 +173,24 @@ class Servers:
     def embedding(self, name: str, rows: int, width: int, optimizer: RowOptimizer, **options: Any) -> TableEmbedding:
         """The same as a layer, in the place of `nn.Embedding`; see `TableEmbedding` for what a step looks like."""
         return TableEmbedding(self.table(name, rows, width, optimizer, **options))
+
+    def save(self, where: Where, step: int = 0) -> None:
+        """On every worker, at the same place of the script: all tables, with what their optimizers keep, as the
+        checkpoint of a step in a directory or at a URL. When it returns, it is there."""
+        self.barrier()
+        if self.rank == 0:
+            state = TablesState(every_table(self._connection.asker, self._connection.servers))
+            door_saving.save_tables(where, step, state, self._meeting.working)
+        self.barrier()
+
+    def load(self, where: Where, step: int | None = None) -> None:
+        """On every worker, when the same tables are open; of any number of servers. The newest step, unless one is
+        named. What the tables were before is gone."""
+        self.barrier()
+        if self.rank == 0:
+            facts, read = door_saving.load_tables(where, step, self._meeting.working)
+            deal_out(every_table(self._connection.asker, self._connection.servers), facts, read)
+        self.barrier()
 
     def barrier(self) -> None:
         """Returns when all workers have come here."""

@@ -203,7 +203,7 @@ class Connection:
         who = f"workers {names} were" if len(gone) > 1 else f"worker {names} was" if gone else "a connection was"
         return SlicesLost(
             f"{who} lost, and this run cannot go on",
-            cause=f"{why}; {NOT_ELASTIC}, and what servers hold is not saved",
+            cause=f"{why}; {NOT_ELASTIC}, and what servers held is gone, but for what the script has saved",
             do="start it again with the same command",
         )
 
