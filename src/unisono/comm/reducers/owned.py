@@ -26,11 +26,15 @@ from unisono.core.membership import Membership
 
 _NOTHING = slice(0, 0)
 _ALIGNMENT = 64  # elements: what is computed of a slice is computed in the same steps as of the whole
+_PAGES = 2048  # elements of 2 bytes or more: where such a slice ends, a page does
+_PAGES_FROM = 1 << 16  # elements of a slice: below, it is copied anyway, and pages would make slices uneven
 
 
-def shared_out(length: int, membership: Membership, copy: int = 0, alignment: int = _ALIGNMENT) -> tuple[slice, ...]:
-    """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on."""
+def shared_out(length: int, membership: Membership, copy: int = 0, alignment: int = 0) -> tuple[slice, ...]:
+    """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on.
+    Large ones end with pages, so that one may lie behind the other in somebody's memory."""
     owners = membership.owners
+    alignment = alignment or (_PAGES if length >= len(owners) * _PAGES_FROM else _ALIGNMENT)
     cut = slices(length, len(owners), alignment)
     place = {rank: (number - copy) % len(owners) for number, rank in enumerate(owners)}
     return tuple(cut[place[rank]] if rank in place else _NOTHING for rank in range(len(membership.members)))
