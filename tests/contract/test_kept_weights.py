@@ -12,12 +12,11 @@ from ranks import in_threads
 from served_steps import Replica, Setting, assert_same, by_all_reduce, team, trained
 from test_mesh_shared import held, mesh
 from test_weights_on_their_way import parameters_of
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.comm.mesh import MeshComm
 from unisono.core.membership import Membership
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slices import Place
 from unisono.parallel.weights import Routes, room_for
 
 SERVERS = pytest.mark.parametrize("servers", [1, 2, 3])
