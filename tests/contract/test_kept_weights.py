@@ -173,3 +173,23 @@ def test_a_parameter_that_is_frozen_does_not_keep_the_memory_of_all() -> None:
 
     trained(setting, [team(1, range(1), range(1, 2))], ParameterServer, "mesh", each=freezing)
     assert frozen == [0, 0]
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 2), (2, 2), (3, 0)])
+@pytest.mark.parametrize("looks", [False, True])
+def test_an_update_that_was_prepared_for_a_step_that_is_skipped_leaves_no_trace(
+    workers: int, servers: int, looks: bool
+) -> None:
+    """Also when somebody asks for the weights in between, as a checkpoint does."""
+    setting = Setting("plain", width=601, steps=4)
+
+    def skipping(replica: Replica, membership: Membership, step: int) -> None:
+        if step in (1, 2):
+            replica.reduce(membership, 77)  # of other data; and never made
+            if looks:
+                replica.strategy.gathered_state()
+        replica.step(membership, step)
+
+    membership = team(1, range(workers), range(workers, workers + servers))
+    for one in trained(setting, [membership], ParameterServer, "mesh", each=skipping):
+        assert_same(one, by_all_reduce(setting))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from unisono.core.errors import SetupError
+from unisono.core.errors import InternalError, SetupError
 from unisono.parallel.layout import Layout
 from unisono.parallel.slices import Slice, Whole, segments
 
@@ -48,6 +48,7 @@ class SliceOptimizer:
         self.version, self.seen = made_of.version, dict(made_of.seen)
         self._weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
         self._left: Tensor | None = None  # the weights, as long as they are not in their new memory yet
+        self._prepared: dict[int, float] | None = None  # rates of the update that is made there, and may not count
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
         self._parts = {one.parameter: nn.Parameter(self._shaped(self._weights[one.here])) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
@@ -80,7 +81,9 @@ class SliceOptimizer:
         user's."""
         self._follow_settings(pace, settings)
         rates = self._plain_rates() if self._left is not None else None
-        if self._left is not None and rates is not None:
+        if self._left is not None and self._prepared is not None and self._prepared == rates:
+            self._keep_prepared(self._left, used)
+        elif self._left is not None and rates is not None:
             self._step_on_the_way(self._left, gradient, used, rates)
         else:
             self._arrive()
@@ -109,22 +112,53 @@ class SliceOptimizer:
             self._parts[one.parameter].data = room[one.here]
 
     @torch.no_grad()
+    def prepare(self, gradient: Tensor) -> bool:
+        """Make the next update in the new memory, before it is known whether it counts: it does with `step`, and not if
+        the weights are asked for, or prepared again. False: it cannot be."""
+        if self._left is None:
+            return False
+        self._follow_settings(1.0, ())
+        rates = self._plain_rates()
+        if rates is not None:
+            self._write_update(self._left, gradient, rates, rates)
+        self._prepared = rates
+        return rates is not None
+
+    @torch.no_grad()
+    def step_as_prepared(self, used: Sequence[bool]) -> None:
+        """`step`, where the gradient is gone, and the update is all that is left of it."""
+        if self._left is None or self._prepared is None:
+            raise InternalError("an update has no gradient, and was not prepared")
+        self._keep_prepared(self._left, used)
+        self.version += 1
+
+    @torch.no_grad()
     def _arrive(self) -> None:
         if self._left is not None:
             self._weights.copy_(self._left)
-            self._left = None
+            self._left = self._prepared = None
 
     def _step_on_the_way(
         self, left: Tensor, gradient: Tensor, used: Sequence[bool], rates: Mapping[int, float]
     ) -> None:
+        self._write_update(left, gradient, rates, {position for position in rates if used[position]})
+        self._left = self._prepared = None
+
+    def _write_update(self, left: Tensor, gradient: Tensor, rates: Mapping[int, float], used: Collection[int]) -> None:
         """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update."""
         for one in self._segments:
             source, target = left[one.here], self._weights[one.here]
-            if used[one.parameter] and one.parameter in rates:
+            if one.parameter in used:
                 torch.add(source, gradient[one.here], alpha=-rates[one.parameter], out=target)
             else:
                 target.copy_(source)
-        self._left = None
+
+    def _keep_prepared(self, left: Tensor, used: Sequence[bool]) -> None:
+        """What was prepared counts, but for the parameters that turn out to have no gradient."""
+        for one in self._segments:
+            if not used[one.parameter]:
+                self._weights[one.here].copy_(left[one.here])
+        self._left = self._prepared = None
 
     def _plain_rates(self) -> dict[int, float] | None:
         """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the

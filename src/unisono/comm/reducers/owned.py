@@ -41,8 +41,8 @@ def shared_out(length: int, membership: Membership, copy: int = 0, alignment: in
 
 
 class OwnedReducer(Stateless):
-    """`copies` of each slice, at most one for each owner. `leaves`: the only owner, if there is only one row, does not
-    take it: it is read where the worker has it (`sum_of`) until `give_back`."""
+    """`copies` of each slice, at most one for each owner. `leaves`: if there is only one row, owners do not take it: it
+    is read where the worker has it (`sum_of`) until `give_back`, or until it is taken after all (`take`)."""
 
     name = "owned"
 
@@ -56,7 +56,7 @@ class OwnedReducer(Stateless):
         self._joiner = Joiner(self._group.plan)
         self.copies = min(copies, len(membership.owners))
         self._sending: list[Pending] = []
-        lone = len(membership.owners) == 1 and not self._group.plan.merges and not self._group.counts[comm.rank]
+        lone = self.copies == 1 and not self._group.plan.merges and not self._group.counts[comm.rank]
         self._leaves = leaves and lone and comm.rank in membership.owners
         self._left: dict[int, Trade] = {}  # by tag
 
@@ -86,7 +86,7 @@ class OwnedReducer(Stateless):
                     places.append((copy, rank))
                     receives.append(Message(rank, row))
         trade = Trade(self.comm, sends, receives, LANES * tag)
-        if self._leaves and trade.rows[0].data_ptr() != receives[0].tensor.data_ptr():
+        if self._leaves and receives and trade.rows[0].data_ptr() != receives[0].tensor.data_ptr():
             self._left[tag] = trade
             return
         finished = self._join(maps, own, dict_of(places, trade.rows), target, op)
@@ -98,9 +98,22 @@ class OwnedReducer(Stateless):
         else:
             self._sending.append(sent)
 
-    def sum_of(self, target: Tensor, tag: int) -> Tensor:
-        """What was reduced into `target`. Where it was left with the worker, it is not to be written to."""
-        return self._left[tag].rows[0] if tag in self._left else target
+    def sum_of(self, target: Tensor, tag: int, start: int, stop: int) -> Tensor:
+        """A part of what was reduced into `target`. Where it was left with the worker, it is not to be written to."""
+        if tag not in self._left:
+            return target[start:stop]
+        own = self.owned(target.numel())[self.comm.rank].start
+        return self._left[tag].rows[0][start - own : stop - own]
+
+    def is_left(self, tag: int) -> bool:
+        """Whether what was reduced is with the worker still."""
+        return tag in self._left
+
+    def take(self, target: Tensor, tag: int) -> None:
+        """What was left with the worker into `target`, as everywhere else."""
+        trade = self._left.pop(tag)
+        target[self.owned(target.numel())[self.comm.rank]].copy_(trade.rows[0])
+        trade.end(at_once=True)
 
     def give_back(self) -> None:
         """What was left with the worker is not needed any more. Whether it has given up meanwhile makes no difference:
