@@ -75,7 +75,7 @@ class ParameterServer(AllReduce):
         self._editions = Editions(self._held, {}, dict)
         self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
-        self._lent: set[int] = set()  # buckets whose gradient is with the worker, and only the update of it here
+        self._lent: set[int] = set()  # buckets whose gradient is with the workers, and only the update of it here
         self._used: list[bool] = []
 
     def _make_pushing(self, comm: Comm, membership: Membership) -> Reducer:
@@ -234,13 +234,13 @@ class ParameterServer(AllReduce):
             if place[0] == bucket and all(one.version == self.version for one in held):
                 self._editions.make_way(place)
                 for one in held:
-                    are_ready &= one.prepare(self._owned.sum_of(target, bucket, one.start, one.stop))
+                    are_ready &= one.prepare(self._owned.blocks(target, bucket, one.start, one.stop))
             elif place[0] == bucket:
                 are_ready = False
         if is_left and are_ready:
             self._lent.add(bucket)
         elif is_left and len(self._membership.owners) > 1:
-            # Another owner may have made the step when this one is lost, and then it must be made here too.
+            # Another owner may have made the step when a peer is lost, and then it must be made here too.
             self._owned.take(target, bucket)
 
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
@@ -287,11 +287,11 @@ class ParameterServer(AllReduce):
                     continue
                 if isinstance(one, TableOptimizer):
                     one.step(one.gradient_from(gradients.row_sums(gradients.table(place[0]))[0]), self._used)
-                elif place[0] in self._lent and not self._owned.is_left(place[0]):
-                    one.step_as_prepared(self._used)  # it was left with a worker of the generation before
+                elif place[0] in self._lent and (one.is_prepared() or not self._owned.is_left(place[0])):
+                    one.step_as_prepared(self._used)  # all that is left of a gradient of the generation before
                 else:
                     one.step(self._owned.sum_of(buckets[place[0]], place[0], one.start, one.stop), self._used)
-        self._owned.give_back()
+        self._owned.give_back(at_once=False)  # weights follow
 
     def _rows_wanted(self, gradients: Gradients, position: int) -> Cuts:
         bucket = gradients.layout.slots[position].bucket

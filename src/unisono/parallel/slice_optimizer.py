@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class SliceOptimizer:
         self._left: Tensor | None = None  # the weights, as long as they are not in their new memory yet
         self._prepared: dict[int, float] | None = None  # rates of the update that is made there, and may not count
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
+        self._ends = [one.here.stop for one in self._segments]
         self._parts = {one.parameter: nn.Parameter(self._shaped(self._weights[one.here])) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
         self._optimizer = like(optimizer)
@@ -81,9 +83,7 @@ class SliceOptimizer:
         user's."""
         self._follow_settings(pace, settings)
         rates = self._plain_rates() if self._left is not None else None
-        if self._left is not None and self._prepared is not None and self._prepared == rates:
-            self._keep_prepared(self._left, used)
-        elif self._left is not None and rates is not None:
+        if self._left is not None and rates is not None:
             self._step_on_the_way(self._left, gradient, used, rates)
         else:
             self._arrive()
@@ -112,24 +112,34 @@ class SliceOptimizer:
             self._parts[one.parameter].data = room[one.here]
 
     @torch.no_grad()
-    def prepare(self, gradient: Tensor) -> bool:
-        """Make the next update in the new memory, before it is known whether it counts: it does with `step`, and not if
-        the weights are asked for, or prepared again. False: it cannot be."""
+    def prepare(self, gradient: Iterable[tuple[int, Tensor]]) -> bool:
+        """Make the next update in the new memory, before it is known whether it counts: it does with
+        `step_as_prepared`, and not if the weights are asked for, or prepared again. The gradient comes in pieces: where
+        in the bucket each begins, and what it is. False: it cannot be, and nothing was read."""
         if self._left is None:
             return False
         self._follow_settings(1.0, ())
         rates = self._plain_rates()
-        if rates is not None:
-            self._write_update(self._left, gradient, rates, rates)
+        for start, piece in gradient if rates is not None else ():
+            assert rates is not None
+            self._write_update(self._left, piece, rates, rates, start - self.start)
         self._prepared = rates
         return rates is not None
 
+    def is_prepared(self) -> bool:
+        """Whether the update is there, as it should be made now."""
+        self._follow_settings(1.0, ())
+        return self._prepared is not None and self._prepared == self._plain_rates()
+
     @torch.no_grad()
     def step_as_prepared(self, used: Sequence[bool]) -> None:
-        """`step`, where the gradient is gone, and the update is all that is left of it."""
+        """`step` without a gradient: what was prepared counts, but for the parameters that turn out to have none."""
         if self._left is None or self._prepared is None:
             raise InternalError("an update has no gradient, and was not prepared")
-        self._keep_prepared(self._left, used)
+        for one in self._segments:
+            if not used[one.parameter]:
+                self._weights[one.here].copy_(self._left[one.here])
+        self._left = self._prepared = None
         self.version += 1
 
     @torch.no_grad()
@@ -144,21 +154,20 @@ class SliceOptimizer:
         self._write_update(left, gradient, rates, {position for position in rates if used[position]})
         self._left = self._prepared = None
 
-    def _write_update(self, left: Tensor, gradient: Tensor, rates: Mapping[int, float], used: Collection[int]) -> None:
-        """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update."""
-        for one in self._segments:
-            source, target = left[one.here], self._weights[one.here]
+    def _write_update(
+        self, left: Tensor, gradient: Tensor, rates: Mapping[int, float], used: Collection[int], at: int = 0
+    ) -> None:
+        """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update.
+        `at`: where in the slice the gradient begins."""
+        for one in self._segments[bisect_right(self._ends, at) :]:
+            low, high = max(one.here.start, at), min(one.here.stop, at + gradient.numel())
+            if low >= high:
+                break
+            source, target = left[low:high], self._weights[low:high]
             if one.parameter in used:
-                torch.add(source, gradient[one.here], alpha=-rates[one.parameter], out=target)
+                torch.add(source, gradient[low - at : high - at], alpha=-rates[one.parameter], out=target)
             else:
                 target.copy_(source)
-
-    def _keep_prepared(self, left: Tensor, used: Sequence[bool]) -> None:
-        """What was prepared counts, but for the parameters that turn out to have no gradient."""
-        for one in self._segments:
-            if not used[one.parameter]:
-                self._weights[one.here].copy_(left[one.here])
-        self._left = self._prepared = None
 
     def _plain_rates(self) -> dict[int, float] | None:
         """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the
