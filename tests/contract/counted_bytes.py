@@ -17,7 +17,7 @@ from unisono.comm.seam import Comm, Message, Pending
 from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.strategy import Microbatch
 
-WIDTH = 600  # a layer of 1.4 MB: of three, the last has a bucket of its own, the others share one
+WIDTH = 640  # a layer of 1.6 MB that ends with a page: of three, the last has a bucket of its own, the others share one
 LAYER = 4 * WIDTH * WIDTH
 
 

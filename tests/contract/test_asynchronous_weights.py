@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,3 +151,62 @@ def test_parameters_of_several_dtypes_are_trained(workers: int, servers: int, ki
         finally:
             for comm in comms.values():
                 comm.close()
+
+
+# --- parameters that lie on two servers
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_large_parameter_on_two_servers_is_read_where_they_have_it(workers: int) -> None:
+    """Every part of it shows one update of its owner, whichever editions the two are at; and none of it is a copy."""
+
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.zeros(3, 1 << 18)), nn.Parameter(torch.zeros(5))
+
+        def loss(self) -> Tensor:
+            return -(self.weight.sum() + self.bias.sum())
+
+    membership, odd, shown = sized(workers, 2), list[object](), list[bool]()
+
+    def look(model: Large, strategy: Asynchronous) -> None:
+        assert strategy._gradients is not None
+        flat, layout = model.weight.detach().flatten(), strategy._gradients.layout
+        slot = layout.slots[0]
+        for rank in membership.owners:
+            for bucket, start, stop in owned_by(rank, layout, membership):
+                if bucket == slot.bucket:
+                    part = flat[max(start, slot.start) - slot.start : min(stop, slot.stop) - slot.start]
+                    odd.extend(part.unique().tolist()[1:])
+        address, lines = flat.data_ptr(), Path("/proc/self/maps").read_text().splitlines()
+        ends = {line: [int(word, 16) for word in line.split()[0].split("-")] for line in lines}
+        shown.extend("unisono-mesh" in line for line, (low, high) in ends.items() if low <= address < high)
+
+    def life(number: int) -> None:
+        model, comm = Large(), comms[number]
+        strategy = Asynchronous(model, torch.optim.SGD(model.parameters(), 1.0), comm)
+        comm.reconfigure(placed)
+        strategy.configure(placed)
+        for _ in range(2):
+            strategy.begin_step([1 / MICROBATCHES] * MICROBATCHES)
+            for index, turn in strategy.work(placed.ranges[comm.rank], TURNS):
+                look(model, strategy)
+                strategy.forward_backward(Microbatch(turn, index, 1 / MICROBATCHES), model.loss)
+            strategy.reduce([])
+            strategy.step(0.0, float)
+        strategy.close()
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, 2.0 * TURNS), rtol=1e-4, atol=0.0)
+
+    with network("mesh", 30) as net:
+        comms = net.comms(membership.members)
+        placed = net.place(membership)
+        try:
+            in_threads([partial(life, number) for number in membership.members], 60)
+        finally:
+            for comm in comms.values():
+                comm.close()
+    assert not odd, "the weights of one owner have seen different updates"
+    assert sum(shown) > TURNS
+    assert sum(not one for one in shown) <= workers, "only what was there before the first weights is the script's own"

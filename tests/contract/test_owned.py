@@ -148,6 +148,14 @@ def test_slices_of_a_long_vector_are_even() -> None:
         assert max(sizes) - min(sizes) <= 64
 
 
+def test_large_slices_end_with_pages_and_are_even_but_for_one() -> None:
+    for servers in (2, 3, 4):
+        parts = [part for part in shared_out(5_000_001, team(3, servers)) if length_of(part)]
+        assert all(part.start * 2 % 4096 == 0 for part in parts), "also those of numbers of 2 bytes"
+        sizes = [length_of(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 2 * 2048
+
+
 def test_more_copies_than_owners_are_as_many_as_owners() -> None:
     def work(comm: Comm) -> int:
         return OwnedReducer(comm, team(2, 1), copies=3).copies

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,18 +118,20 @@ def test_two_owners_of_one_slice_that_are_lost_at_once_take_it_with_them() -> No
 class Breaking:
     """At step 2, some have made their update when a peer is lost; nobody has sent weights. Then all form anew."""
 
-    def __init__(self, applied: set[int], after: Membership) -> None:
-        self.applied, self.after = applied, after
+    def __init__(self, applied: set[int], after: Membership | None = None, together: int = 1) -> None:
+        """`after`: the same ones, unless told otherwise. `together`: so many have the gradient before any goes on."""
+        self.applied, self._after, self._barrier = applied, after, threading.Barrier(together)
         self.broken: set[int] = set()
 
     def __call__(self, replica: Replica, membership: Membership, step: int) -> None:
         number = membership.members[replica.comm.rank]
+        after = self._after or replace(membership, generation=2)
         if step != 2:
-            current = self.after if step > 2 else membership
-            replica.step(current, step)
+            replica.step(after if step > 2 else membership, step)
             return
         replica.follow_schedule(step)
         replica.reduce(membership, step)
+        self._barrier.wait(20)
         if number in self.applied:
             strategy: Any = replica.strategy
             strategy._send_weights = broken
@@ -136,9 +140,9 @@ class Breaking:
             del strategy._send_weights
         self.broken.add(number)
         replica.strategy.configure(None)
-        replica.comm.reconfigure(self.after)
-        replica.strategy.configure(self.after)
-        replica.reduce(self.after, step)
+        replica.comm.reconfigure(after)
+        replica.strategy.configure(after)
+        replica.reduce(after, step)
         replica.strategy.step(replica.loss, lambda: 0.0)
         replica.losses.append(replica.loss)
 
@@ -165,6 +169,30 @@ def test_a_step_that_only_some_owners_have_made_when_a_peer_is_lost_is_made_once
     breaking = Breaking(set(applied), after)
     found = trained(setting, [before], partial(ParameterServer, copies=copies), each=breaking)
     assert breaking.broken == {0, 1, 2, 3, 4}, "it did break"
+    for one in found:
+        assert_same(one, by_all_reduce(setting))
+
+
+@pytest.mark.parametrize("applied", [(), (2,), (3,), (2, 3), (0,)])
+@pytest.mark.parametrize("workers", [(0,), (0, 1)])
+def test_it_is_the_same_where_updates_are_made_before_all_have_heard_of_the_gradient(
+    applied: tuple[int, ...], workers: tuple[int, ...]
+) -> None:
+    """Gradients stay with the workers: a server that has not counted the step has nothing but the update that it has
+    prepared."""
+    setting = Setting("plain", steps=4, width=601)
+    ahead: set[int] = set()
+
+    class Watched(ParameterServer):
+        def configure(self, membership: Membership | None) -> None:
+            if membership is not None and membership.generation == 2:
+                ahead.update(self._lent)
+            super().configure(membership)
+
+    breaking = Breaking(set(applied), together=len(workers) + 2)
+    found = trained(setting, [team(1, workers, (2, 3))], Watched, "mesh", each=breaking)
+    assert breaking.broken == {*workers, 2, 3}, "it did break"
+    assert ahead, "they were left with the workers"
     for one in found:
         assert_same(one, by_all_reduce(setting))
 

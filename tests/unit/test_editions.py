@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from unisono.core.errors import InternalError
 from unisono.parallel.coding import Coding
 from unisono.parallel.editions import Editions
 from unisono.parallel.layout import ParameterInfo, pack
@@ -133,3 +134,74 @@ def test_a_slice_that_moves_without_an_update_takes_its_weights_along() -> None:
     served.editions.make_way(PLACE)
     assert torch.equal(served.editions.newest(PLACE), before)
     assert torch.equal(served.one.as_slice().weights, before)
+
+
+# --- updates that are made before they count
+
+
+def gradient_of(number: int) -> Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(number))
+
+
+def prepared(number: int, make: Make = KINDS["plain"]) -> tuple[Served, bool]:
+    """A slice whose weights everybody has, with an update of it on the way."""
+    served = Served(make)
+    served.editions.hold_together([PLACE])
+    served.editions.make_way(PLACE)
+    return served, served.one.prepare(pieces_of(number))
+
+
+def pieces_of(number: int) -> list[tuple[int, Tensor]]:
+    """In the middle of parameters, and across them."""
+    return [(start, gradient_of(number)[start : start + SIZE // 3]) for start in range(0, SIZE, SIZE // 3)]
+
+
+@pytest.mark.parametrize("used", [(True, True), (False, True), (True, False), (False, False)])
+def test_an_update_that_was_prepared_comes_to_the_same_bits(used: tuple[bool, bool]) -> None:
+    plain = Served()
+    plain.update(3, used)
+    served, is_ready = prepared(3)
+    assert is_ready
+    assert served.one.is_prepared()
+    served.one.step_as_prepared(used)
+    assert torch.equal(served.editions.newest(PLACE), plain.editions.newest(PLACE))
+    assert served.one.version == plain.one.version == 1
+
+
+def test_what_was_prepared_does_not_count_when_the_weights_are_asked_for_or_the_rate_changes() -> None:
+    served, _ = prepared(3)
+    before = Served().editions.newest(PLACE)
+    assert torch.equal(served.one.as_slice().weights, before)
+    with pytest.raises(InternalError):
+        served.one.step_as_prepared((True, True))
+    served, _ = prepared(3)
+    served.one._user.param_groups[0]["lr"] = 0.5
+    assert not served.one.is_prepared()
+    served.one.step(gradient_of(4), (True, True))
+    assert torch.equal(served.editions.newest(PLACE), torch.add(before, gradient_of(4), alpha=-0.5))
+
+
+def test_what_is_prepared_again_counts_once() -> None:
+    served, _ = prepared(3)
+    assert served.one.prepare(pieces_of(4))
+    served.one.step_as_prepared((True, True))
+    plain = Served()
+    plain.update(4)
+    assert torch.equal(served.editions.newest(PLACE), plain.editions.newest(PLACE))
+
+
+@pytest.mark.parametrize("kind", ["momentum", "decay", "adam"])
+def test_only_an_update_without_a_trace_can_be_prepared(kind: str) -> None:
+    served, is_ready = prepared(3, KINDS[kind])
+    assert not is_ready
+    served.one.step(gradient_of(3), (True, True))
+    plain = Served(KINDS[kind])
+    plain.update(3)
+    assert torch.equal(served.editions.newest(PLACE), plain.editions.newest(PLACE))
+
+
+def test_nothing_is_prepared_where_the_weights_are() -> None:
+    served = Served()
+    before = served.editions.newest(PLACE).clone()
+    assert not served.one.prepare(pieces_of(3))
+    assert torch.equal(served.editions.newest(PLACE), before)

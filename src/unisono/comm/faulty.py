@@ -70,6 +70,9 @@ class FaultySharingComm(FaultyComm):
     def private(self, tensor: Tensor) -> Tensor | None:
         return self.sharing.private(tensor)
 
+    def joined(self, kept: Sequence[Tensor]) -> Tensor | None:
+        return self.sharing.joined(kept)
+
 
 def faulty(inner: Comm, on_collective: Callable[[], None]) -> FaultyComm:
     """With all that `inner` can do."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from unisono.comm.mesh_arena import Arenas
 from unisono.comm.mesh_door import Door, Meeting
 from unisono.comm.mesh_loss import Loss
+from unisono.comm.mesh_private import Joins
 from unisono.comm.mesh_pump import Pump, as_tensor
 from unisono.comm.mesh_shared import SHARED_BYTES
 from unisono.comm.seam import DONE, Message, Op, Pending
@@ -58,6 +59,7 @@ class MeshComm:
         self._closed = False
         self._door = Door(worker, folder, host, bind, credentials, shared_bytes)
         self._arenas = Arenas(enabled=shared_bytes > 0)
+        self._joins = Joins()
         self._pump = Pump(0)
         self._meeting: Meeting | None = None
         self.address = self._door.address.encode()
@@ -65,6 +67,7 @@ class MeshComm:
 
     def reconfigure(self, membership: Membership) -> None:
         self._pump.retire()
+        self._joins.forget()
         self.rank = membership.rank_of(self.worker)
         self.size = len(membership.members)
         self.generation = membership.generation
@@ -98,6 +101,17 @@ class MeshComm:
 
     def private(self, tensor: Tensor) -> Tensor | None:
         return as_tensor(self._arenas.private(tensor.data_ptr(), tensor.nbytes), tensor)
+
+    def joined(self, kept: Sequence[Tensor]) -> Tensor | None:
+        extents = [
+            self._arenas.extent(part.data_ptr(), part.nbytes) or self._pump.extent(part.data_ptr(), part.nbytes)
+            for part in kept
+        ]
+        known = [extent for extent in extents if extent is not None]
+        if len(known) < len(kept):
+            return None
+        memory = self._joins.joined(known)
+        return None if memory is None else torch.frombuffer(memory, dtype=kept[0].dtype)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.contiguous()
@@ -178,6 +192,7 @@ class MeshComm:
                 return
             self._closed = True
         self._pump.retire()
+        self._joins.forget()
         self._arenas.forget()
         self._door.close()
         _OPEN.discard(self)
@@ -198,6 +213,7 @@ class MeshComm:
     def _forget(self) -> None:
         self._closed, self._gate = True, threading.Lock()  # the old one may be held by a thread that is not here
         self._pump.forget()
+        self._joins.forget()
         self._arenas.forget()
         self._door.forget()
 

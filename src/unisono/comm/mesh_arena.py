@@ -4,7 +4,7 @@
 Whoever reduces the same large vector in every step lets the mesh make it (`MeshComm.empty`). Each is an arena: memory
 without a name, as in `mesh_shared`, whose descriptor a `mesh_link` hands over when it first sends something out of it.
 An arena lives as long as its tensor, over all generations. Without shared memory it is a tensor like any other.
-Whoever may keep what it was shown has it copy on write (`Private`): it reads its owner's memory, and writes to its own.
+Whoever may keep what it was shown has it copy on write: see `mesh_private`.
 """
 
 from __future__ import annotations
@@ -20,43 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.comm.mesh_private import Extent, Private, find
 from unisono.comm.mesh_shared import Bytes, anonymous, sealed_bytes
 
 _FROM_BYTES = 1 << 18  # smaller tensors are not worth a descriptor
 _OFFSET_BITS = 48
-_PAGE_BYTES = mmap.PAGESIZE
-_WORD_BYTES = 8  # of a page in the kernel's table: three flags on top
-_IS_FILES, _IS_THERE = np.uint64(1), np.uint64(6)
-
-
-class Private:
-    """All of an arena, copy on write. A page that was written to no longer follows the arena, until it is renewed."""
-
-    def __init__(self, descriptor: int, size: int) -> None:
-        """The descriptor stays the caller's to close. Raises OSError."""
-        self._map = mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._memory = np.frombuffer(self._map, np.uint8)
-
-    def renewed(self, offset: int, length: int) -> Bytes:
-        """A part of it as the arena has it now: what was written to these pages is dropped."""
-        first = offset // _PAGE_BYTES
-        last = -(-(offset + length) // _PAGE_BYTES)
-        if _is_written(self._memory.ctypes.data // _PAGE_BYTES + first, last - first):
-            start = first * _PAGE_BYTES
-            self._map.madvise(mmap.MADV_DONTNEED, start, min(last * _PAGE_BYTES, len(self._memory)) - start)
-        return self._memory[offset : offset + length]
-
-
-def _is_written(first: int, pages: int) -> bool:
-    """Whether some pages of a private mapping are our own. To ask costs a tenth of dropping and finding them again."""
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as table:
-            words = np.frombuffer(os.pread(table.fileno(), pages * _WORD_BYTES, first * _WORD_BYTES), np.uint64)
-    except OSError:
-        return True
-    flags = words >> np.uint64(61)
-    ours = (flags & _IS_THERE != 0) & (flags & _IS_FILES == 0)
-    return len(words) < pages or bool(ours.any())
 
 
 @dataclass(frozen=True)
@@ -119,6 +87,10 @@ class Arenas:
                 return None
         return self._private[arena.number].renewed(address - arena.start, length)
 
+    def extent(self, address: int, length: int) -> Extent | None:
+        """Which part of an arena is kept there, by ourselves."""
+        return find(self._private.values(), address, length)
+
     def __contains__(self, number: int) -> bool:
         return number in self._by_number
 
@@ -165,6 +137,10 @@ class Seen:
         """What `at` gives, as it is now, copy on write; None for what was not shown, or is gone."""
         private = self._private.get(place >> _OFFSET_BITS)
         return None if private is None else private.renewed(place & ((1 << _OFFSET_BITS) - 1), length)
+
+    def extent(self, address: int, length: int) -> Extent | None:
+        """Which part of another's arena is kept there."""
+        return find(self._private.values(), address, length)
 
     def at(self, place: int, length: int) -> Bytes:
         memory = self._memory.get(place >> _OFFSET_BITS)

@@ -25,6 +25,7 @@ from unisono.comm.mesh_arena import Arenas
 from unisono.comm.mesh_frames import Count, Incoming
 from unisono.comm.mesh_link import Link
 from unisono.comm.mesh_loss import Broken, Loss
+from unisono.comm.mesh_private import Extent
 from unisono.comm.mesh_shared import Bytes
 from unisono.comm.mesh_talk import Line
 from unisono.comm.seam import Message
@@ -170,6 +171,11 @@ class Pump:
                 self._post(link, message, tag)
             self._miss_those_who_left()
         return pending
+
+    def extent(self, address: int, length: int) -> Extent | None:
+        """Which part of whose memory is kept there."""
+        found = (link.seen.extent(address, length) for link in self._links.values())
+        return next((extent for extent in found if extent is not None), None)
 
     def give_back(self, pending: Borrowing, at_once: bool = False) -> None:
         """Raises the loss if a lender has changed its mind meanwhile: what was read may then be anything."""

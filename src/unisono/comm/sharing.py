@@ -8,7 +8,7 @@ Comm without shared memory both are what they would be anyway: a vector, and an 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,17 +50,38 @@ class Sharing(Protocol):
     def private(self, tensor: Tensor) -> Tensor | None:
         """What others `kept` of a vector that was made here, for ourselves; None if it lies elsewhere."""
 
+    def joined(self, kept: Sequence[Tensor]) -> Tensor | None:
+        """Rows that may be kept, each of which begins with a page, as one vector without a copy. None: it cannot be."""
+
+
+_KINDS: dict[type, bool] = {}  # of Comms: to look through the protocol takes as long as a small exchange
+
+
+def _sharing(comm: Comm) -> Sharing | None:
+    kind = type(comm)
+    if kind not in _KINDS:
+        _KINDS[kind] = isinstance(comm, Sharing)
+    return cast(Sharing, comm) if _KINDS[kind] else None
+
 
 def empty_for(comm: Comm, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector for what is sent over `comm` again and again."""
-    if isinstance(comm, Sharing) and device.type == "cpu":
-        return comm.empty(length, dtype)
+    sharing = _sharing(comm)
+    if sharing is not None and device.type == "cpu":
+        return sharing.empty(length, dtype)
     return torch.empty(length, dtype=dtype, device=device)
 
 
 def private_of(comm: Comm, tensor: Tensor) -> Tensor | None:
     """The same memory as it is now, copy on write, where `empty_for` has made it to be shared."""
-    return comm.private(tensor) if isinstance(comm, Sharing) else None
+    sharing = _sharing(comm)
+    return None if sharing is None else sharing.private(tensor)
+
+
+def joined_of(comm: Comm, kept: Sequence[Tensor]) -> Tensor | None:
+    """The same memory as one vector, where that costs no copy: what was kept of several, in order."""
+    sharing = _sharing(comm)
+    return None if sharing is None else sharing.joined(kept)
 
 
 class Trade:
@@ -76,14 +97,14 @@ class Trade:
         self.rows: list[Tensor]
         if not receives:
             self._outgoing, self.rows = comm.exchange(sends, [], tag), []
-        elif isinstance(comm, Sharing) and borrows:
-            self._outgoing = comm.exchange(sends, [], tag)
-            self._loan = comm.borrow(receives, tag)
-            self._loan.wait()
-            self.rows = self._loan.rows
-        else:
+        elif not borrows or (sharing := _sharing(comm)) is None:
             comm.exchange(sends, receives, tag).wait()
             self.rows = [message.tensor for message in receives]
+        else:
+            self._outgoing = comm.exchange(sends, [], tag)
+            self._loan = sharing.borrow(receives, tag)
+            self._loan.wait()
+            self.rows = self._loan.rows
 
     @property
     def kept(self) -> list[Tensor | None]:

@@ -191,6 +191,7 @@ class Asynchronous(ParameterServer):
         if len(mine):
             source, piece = self._open_source(), None
             while (piece := source.next_piece(piece)) is not None:
+                self._settle_weights()
                 self._begin_piece(piece)
                 for index in range(piece.first, piece.last):
                     yield index, piece.turn
@@ -199,13 +200,19 @@ class Asynchronous(ParameterServer):
                 self.tallies.acknowledged += 1
         self._end_round()
 
+    @torch.no_grad()
+    def _settle_weights(self) -> None:
+        """All slices that are new have come."""
+        assert self._gradients is not None
+        self._routes.settle(self.comm, self._gradients.parameters)
+
     def _open_source(self) -> Source:
         gradients, coding, known = self._gradients, self._coding, self._holdings.known
         assert gradients is not None
         places = {rank: owned_by(rank, gradients.layout, self._membership) for rank in known}
 
         def put(rank: int, which: int, vector: Tensor, draw: int, kept: bool) -> None:
-            self._holdings.put(places[rank][which], vector, draw, kept, gradients, coding)
+            self._holdings.put(places[rank][which], vector, draw, kept, gradients, coding, self._routes)
 
         if self.fresh == "push":
             self._source = Pushed(self.comm, self._begin_asking, known, put, self.bound)

@@ -27,7 +27,7 @@ from unisono.parallel.owner import NEWEST, NOT_WANTED, OVER, PULL, SUBSCRIBE, SU
 from unisono.parallel.rows import unpacked
 from unisono.parallel.slice_optimizer import in_memory
 from unisono.parallel.slices import Place, segments
-from unisono.parallel.weights import put
+from unisono.parallel.weights import Routes
 
 Fresh = Literal["pull", "push"]
 Ask = Callable[[int, Words], Callable[[], Words]]
@@ -41,7 +41,9 @@ class Holdings:
         self._scratch: dict[Place, Tensor] = {}
 
     @torch.no_grad()
-    def put(self, place: Place, vector: Tensor, draw: int, kept: bool, gradients: Gradients, coding: Coding) -> None:
+    def put(
+        self, place: Place, vector: Tensor, draw: int, kept: bool, gradients: Gradients, coding: Coding, routes: Routes
+    ) -> None:
         """A slice into the model: as it is, itself if it may be `kept`; or a code of how it has changed; of a table,
         the rows that have."""
         if gradients.layout.width(place[0]):
@@ -49,16 +51,13 @@ class Holdings:
             rows, _ = unpacked(vector, gradients.kind(position))
             gradients.parameters[position][rows.numbers] = rows.values
             return
-        is_code = vector.dtype == torch.uint8
-        if is_code:
+        if vector.dtype == torch.uint8:
             scratch = self._scratch.setdefault(place, torch.empty(place[2] - place[1]))
             vector = coding.decode_difference(vector, scratch, draw)
-        for one in segments(gradients.layout, *place):
-            parameter = gradients.parameters[one.parameter]
-            if is_code:
-                in_memory(parameter)[one.inside].add_(vector[one.here])
-            else:
-                put(parameter, one, vector, vector if kept else None)
+            for one in segments(gradients.layout, *place):
+                in_memory(gradients.parameters[one.parameter])[one.inside].add_(vector[one.here])
+        else:
+            routes.put_slice(place, vector, vector if kept else None, gradients.parameters)
 
 
 Put = Callable[[int, int, Tensor, int, bool], None]  # rank, which of its slices, vector, draw, whether it may be kept

@@ -75,11 +75,12 @@ class ParameterServer(AllReduce):
         self._editions = Editions(self._held, {}, dict)
         self._inherited: list[Slice] = []  # of those who have left
         self._summed = -1  # the version whose gradient is complete here
+        self._lent: set[int] = set()  # buckets whose gradient is with the workers, and only the update of it here
         self._used: list[bool] = []
 
     def _make_pushing(self, comm: Comm, membership: Membership) -> Reducer:
-        leaves = self._leaves_gradients and getattr(self.before_update, "changes_nothing", False)
-        self._owned = OwnedReducer(comm, membership, copies=self.copies, leaves=leaves)
+        self._leaves = self._leaves_gradients and getattr(self.before_update, "changes_nothing", False)
+        self._owned = OwnedReducer(comm, membership, copies=self.copies, leaves=self._leaves)
         return self._make_push(self._owned)
 
     @property
@@ -205,7 +206,7 @@ class ParameterServer(AllReduce):
     # --- a step
 
     def begin_step(self, weights: Sequence[float]) -> None:
-        self._summed = -1
+        self._summed, self._lent = -1, set()
         self._owned.give_back()  # of a step that was skipped
         self._owned.await_sent()  # before other gradients take the place of these
         super().begin_step(weights)
@@ -216,6 +217,31 @@ class ParameterServer(AllReduce):
             for bucket in range(len(self._gradients.layout.bucket_elements)):
                 self._on_ready(bucket)
         return super().reduce(notes)
+
+    @torch.no_grad()
+    def _reduce_bucket(self, bucket: int) -> None:
+        super()._reduce_bucket(bucket)
+        if self._held and self._leaves and self._reducer is self._owned:
+            self._make_ahead(bucket)
+
+    def _make_ahead(self, bucket: int) -> None:
+        """The gradient of a bucket is complete: make the update now, while others still compute the rest. It is made in
+        memory that nobody looks at, and counts only when the step does: see `_apply`."""
+        assert self._gradients is not None
+        target, is_left = self._gradients.partial_sums(bucket, 1)[0], self._owned.is_left(bucket)
+        are_ready = True
+        for place, held in self._held.items():
+            if place[0] == bucket and all(one.version == self.version for one in held):
+                self._editions.make_way(place)
+                for one in held:
+                    are_ready &= one.prepare(self._owned.blocks(target, bucket, one.start, one.stop))
+            elif place[0] == bucket:
+                are_ready = False
+        if is_left and are_ready:
+            self._lent.add(bucket)
+        elif is_left and len(self._membership.owners) > 1:
+            # Another owner may have made the step when a peer is lost, and then it must be made here too.
+            self._owned.take(target, bucket)
 
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
         if self._needs_all:
@@ -251,7 +277,7 @@ class ParameterServer(AllReduce):
         if not self._held:
             return
         self.before_update()
-        buckets = [self._owned.sum_of(target, bucket) for bucket, target in enumerate(self._buckets(gradients))]
+        buckets = self._buckets(gradients)
         for place, held in self._held.items():
             is_table = bool(gradients.layout.width(place[0]))
             if not is_table and any(one.version == version for one in held):
@@ -261,9 +287,11 @@ class ParameterServer(AllReduce):
                     continue
                 if isinstance(one, TableOptimizer):
                     one.step(one.gradient_from(gradients.row_sums(gradients.table(place[0]))[0]), self._used)
+                elif place[0] in self._lent and (one.is_prepared() or not self._owned.is_left(place[0])):
+                    one.step_as_prepared(self._used)  # all that is left of a gradient of the generation before
                 else:
-                    one.step(buckets[place[0]][one.start : one.stop], self._used)
-        self._owned.give_back()
+                    one.step(self._owned.sum_of(buckets[place[0]], place[0], one.start, one.stop), self._used)
+        self._owned.give_back(at_once=False)  # weights follow
 
     def _rows_wanted(self, gradients: Gradients, position: int) -> Cuts:
         bucket = gradients.layout.slots[position].bucket

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim import optimizer as _torch_optimizer
 
-from unisono.core.errors import SetupError
+from unisono.core.errors import InternalError, SetupError
 from unisono.parallel.layout import Layout
 from unisono.parallel.momentum import step_of_part
 from unisono.parallel.slices import Slice, Whole, segments
@@ -49,7 +50,9 @@ class SliceOptimizer:
         self.version, self.seen = made_of.version, dict(made_of.seen)
         self._weights = (torch.empty_like(made_of.weights) if room is None else room).copy_(made_of.weights)
         self._left: Tensor | None = None  # the weights, as long as they are not in their new memory yet
+        self._prepared: dict[int, float] | None = None  # rates of the update that is made there, and may not count
         self._segments = segments(layout, made_of.bucket, made_of.start, made_of.stop)
+        self._ends = [one.here.stop for one in self._segments]
         self._parts = {one.parameter: nn.Parameter(self._shaped(self._weights[one.here])) for one in self._segments}
         self._by_id = {id(parameters[position]): part for position, part in self._parts.items()}
         self._optimizer = like(optimizer)
@@ -121,22 +124,62 @@ class SliceOptimizer:
             self._parts[one.parameter].data = room[one.here]
 
     @torch.no_grad()
+    def prepare(self, gradient: Iterable[tuple[int, Tensor]]) -> bool:
+        """Make the next update in the new memory, before it is known whether it counts: it does with
+        `step_as_prepared`, and not if the weights are asked for, or prepared again. The gradient comes in pieces: where
+        in the bucket each begins, and what it is. False: it cannot be, and nothing was read."""
+        if self._left is None:
+            return False
+        self._follow_settings(1.0, ())
+        rates = self._plain_rates()
+        for start, piece in gradient if rates is not None else ():
+            assert rates is not None
+            self._write_update(self._left, piece, rates, rates, start - self.start)
+        self._prepared = rates
+        return rates is not None
+
+    def is_prepared(self) -> bool:
+        """Whether the update is there, as it should be made now."""
+        self._follow_settings(1.0, ())
+        return self._prepared is not None and self._prepared == self._plain_rates()
+
+    @torch.no_grad()
+    def step_as_prepared(self, used: Sequence[bool]) -> None:
+        """`step` without a gradient: what was prepared counts, but for the parameters that turn out to have none."""
+        if self._left is None or self._prepared is None:
+            raise InternalError("an update has no gradient, and was not prepared")
+        for one in self._segments:
+            if not used[one.parameter]:
+                self._weights[one.here].copy_(self._left[one.here])
+        self._left = self._prepared = None
+        self.version += 1
+
+    @torch.no_grad()
     def _arrive(self) -> None:
         if self._left is not None:
             self._weights.copy_(self._left)
-            self._left = None
+            self._left = self._prepared = None
 
     def _step_on_the_way(
         self, left: Tensor, gradient: Tensor, used: Sequence[bool], rates: Mapping[int, float]
     ) -> None:
-        """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update."""
-        for one in self._segments:
-            source, target = left[one.here], self._weights[one.here]
-            if used[one.parameter] and one.parameter in rates:
-                torch.add(source, gradient[one.here], alpha=-rates[one.parameter], out=target)
+        self._write_update(left, gradient, rates, {position for position in rates if used[position]})
+        self._left = self._prepared = None
+
+    def _write_update(
+        self, left: Tensor, gradient: Tensor, rates: Mapping[int, float], used: Collection[int], at: int = 0
+    ) -> None:
+        """What plain SGD does, bit for bit, from the old memory into the new: half the work of a copy and an update.
+        `at`: where in the slice the gradient begins."""
+        for one in self._segments[bisect_right(self._ends, at) :]:
+            low, high = max(one.here.start, at), min(one.here.stop, at + gradient.numel())
+            if low >= high:
+                break
+            source, target = left[low:high], self._weights[low:high]
+            if one.parameter in used:
+                torch.add(source, gradient[low - at : high - at], alpha=-rates[one.parameter], out=target)
             else:
                 target.copy_(source)
-        self._left = None
 
     def _plain_rates(self) -> dict[int, float] | None:
         """The learning rate of each parameter that it trains, where an update is nothing but a multiple of the

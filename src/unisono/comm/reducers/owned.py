@@ -10,11 +10,12 @@ and worker. With one owner its link carries everything, which is why there can b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from unisono.comm.reducers.blocks import Joiner
+from unisono.comm.reducers.blocks import BLOCK, Joiner
 from unisono.comm.reducers.rounds import Group, collect
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
@@ -26,19 +27,24 @@ from unisono.core.membership import Membership
 
 _NOTHING = slice(0, 0)
 _ALIGNMENT = 64  # elements: what is computed of a slice is computed in the same steps as of the whole
+_PAGES = 2048  # elements of 2 bytes or more: where such a slice ends, a page does
+_PAGES_FROM = 1 << 16  # elements of a slice: below, it is copied anyway, and pages would make slices uneven
 
 
-def shared_out(length: int, membership: Membership, copy: int = 0, alignment: int = _ALIGNMENT) -> tuple[slice, ...]:
-    """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on."""
+def shared_out(length: int, membership: Membership, copy: int = 0, alignment: int = 0) -> tuple[slice, ...]:
+    """By rank, the slice of a vector that it owns. The first further copy of a slice is the next owner's, and so on.
+    Large ones end with pages, so that one may lie behind the other in somebody's memory."""
     owners = membership.owners
+    alignment = alignment or (_PAGES if length >= len(owners) * _PAGES_FROM else _ALIGNMENT)
     cut = slices(length, len(owners), alignment)
     place = {rank: (number - copy) % len(owners) for number, rank in enumerate(owners)}
     return tuple(cut[place[rank]] if rank in place else _NOTHING for rank in range(len(membership.members)))
 
 
 class OwnedReducer(Stateless):
-    """`copies` of each slice, at most one for each owner. `leaves`: the only owner, if there is only one row, does not
-    take it: it is read where the worker has it (`sum_of`) until `give_back`."""
+    """`copies` of each slice, at most one for each owner. `leaves`: an owner that brings nothing itself does not add
+    the rows yet: they are read where the workers have them (`blocks`, `sum_of`) until `give_back`, or until they are
+    added after all (`take`)."""
 
     name = "owned"
 
@@ -52,9 +58,10 @@ class OwnedReducer(Stateless):
         self._joiner = Joiner(self._group.plan)
         self.copies = min(copies, len(membership.owners))
         self._sending: list[Pending] = []
-        lone = len(membership.owners) == 1 and not self._group.plan.merges and not self._group.counts[comm.rank]
-        self._leaves = leaves and lone and comm.rank in membership.owners
-        self._left: dict[int, Trade] = {}  # by tag
+        self._blocks_of: dict[torch.dtype, Tensor] = {}  # room for a piece of a sum
+        only_adds = self.copies == 1 and not self._group.counts[comm.rank] and comm.rank in membership.owners
+        self._leaves = leaves and only_adds
+        self._left: dict[int, tuple[Trade, list[Tensor]]] = {}  # by tag: and its rows in the order of ranks
 
     def owned(self, length: int, copy: int = 0) -> tuple[slice, ...]:
         return shared_out(length, self.membership, copy)
@@ -82,10 +89,14 @@ class OwnedReducer(Stateless):
                     places.append((copy, rank))
                     receives.append(Message(rank, row))
         trade = Trade(self.comm, sends, receives, LANES * tag)
-        if self._leaves and trade.rows[0].data_ptr() != receives[0].tensor.data_ptr():
-            self._left[tag] = trade
+        rows = dict_of(places, trade.rows)
+        are_shown = all(
+            row.data_ptr() != message.tensor.data_ptr() for row, message in zip(trade.rows, receives, strict=True)
+        )
+        if self._leaves and receives and are_shown and op == "sum":
+            self._left[tag] = trade, [row for rank in group.ranks for row in rows.get((0, rank), ())]
             return
-        finished = self._join(maps, own, dict_of(places, trade.rows), target, op)
+        finished = self._join(maps, own, rows, target, op)
         sent = trade.end()
         if finished:
             sent.wait()
@@ -94,16 +105,47 @@ class OwnedReducer(Stateless):
         else:
             self._sending.append(sent)
 
-    def sum_of(self, target: Tensor, tag: int) -> Tensor:
-        """What was reduced into `target`. Where it was left with the worker, it is not to be written to."""
-        return self._left[tag].rows[0] if tag in self._left else target
+    def is_left(self, tag: int) -> bool:
+        """Whether what is to be added is with the workers still."""
+        return tag in self._left
 
-    def give_back(self) -> None:
-        """What was left with the worker is not needed any more. Whether it has given up meanwhile makes no difference:
-        it changes nothing before it has met us again."""
+    def blocks(self, target: Tensor, tag: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """A part of what was reduced into `target`, piece by piece: where each begins, and what it is, to be read
+        before the next. Of rows that were left the sum is made on the way, and never gets out of the cache."""
+        if tag not in self._left or len(self._left[tag][1]) == 1:
+            yield start, self.sum_of(target, tag, start, stop)
+            return
+        own, (_, rows) = self._mine(target).start, self._left[tag]
+        room = self._blocks_of.setdefault(target.dtype, torch.empty(BLOCK, dtype=target.dtype))
+        for low in range(start, stop, BLOCK):
+            high = min(low + BLOCK, stop)
+            self._joiner.join([row[low - own : high - own] for row in rows], room[: high - low], "sum")
+            yield low, room[: high - low]
+
+    def sum_of(self, target: Tensor, tag: int, start: int, stop: int) -> Tensor:
+        """The same in one piece. Where it was left with a worker, it is not to be written to."""
+        if tag in self._left and len(self._left[tag][1]) > 1:
+            self.take(target, tag)
+        if tag not in self._left:
+            return target[start:stop]
+        own = self._mine(target).start
+        return self._left[tag][1][0][start - own : stop - own]
+
+    def take(self, target: Tensor, tag: int) -> None:
+        """Add what was left with the workers, as everywhere else."""
+        trade, rows = self._left.pop(tag)
+        self._joiner.join(rows, target[self._mine(target)], "sum")
+        trade.end()
+
+    def _mine(self, target: Tensor) -> slice:
+        return self.owned(target.numel())[self.comm.rank]
+
+    def give_back(self, at_once: bool = True) -> None:
+        """What was left with the workers is not needed any more. Whether one has given up meanwhile makes no
+        difference: it changes nothing before it has met us again. `at_once`: no exchange follows soon."""
         while self._left:
             with contextlib.suppress(PeerLost):
-                self._left.popitem()[1].end(at_once=True)
+                self._left.popitem()[1][0].end(at_once)
 
     def await_sent(self) -> None:
         """Until all that was reduced has been taken by its owners."""
