@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-JOBS ?= 1
 
 .PHONY: demo demo-text demo-kill test chaos-compressed check format bench clean setup
 
@@ -25,13 +24,8 @@ demo-text: setup  ## a small language model on the source of Python's standard l
 demo-kill: setup  ## two of four workers are killed on the way: the hash does not change
 	@$(BIN)/python examples/07_killed.py
 
-test: setup  ## the whole test suite; JOBS=2 runs two tests at a time
-ifeq ($(JOBS),1)
+test: setup  ## the whole test suite
 	$(BIN)/python -m pytest
-else
-	$(BIN)/python -m pytest -m alone
-	$(BIN)/python -m pytest -m "not alone and not gpu" -n $(JOBS) --dist worksteal
-endif
 
 chaos-compressed: setup  ## who dies, joins and leaves, once more with compressed gradients
 	UNISONO_TEST_OPTIONS="--compress fp16" $(BIN)/python -m pytest $(addprefix tests/chaos/test_,$(addsuffix .py,\

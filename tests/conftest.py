@@ -8,6 +8,7 @@ with ``from multiproc.running import run_unisono``; this folder is on the path.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import tempfile
@@ -23,6 +24,8 @@ from multiproc.running import MARK, gone_within, left_behind
 _WATCHED = ("multiproc", "chaos", "e2e")
 _GONE_WITHIN_S = 2.0
 
+# Hundreds of processes are started, each of which would otherwise compile all of Unisono's source for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started behind a shell: what we start would ignore Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

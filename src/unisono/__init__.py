@@ -4,7 +4,8 @@
     trainer = unisono.Trainer(model, optimizer, loss=loss, data=train_set, batch_size=256, epochs=5)
     trainer.fit()
 
-Importing this package does not import torch; it seeds the random generators (see `unisono.seed`).
+Importing this package does not import torch; it seeds the random generators (see `unisono.seed`), and has torch's
+compiler loaded when something is compiled, not by the first optimizer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from unisono.core import late_compiler as _late_compiler
 from unisono.core import seeds as _seeds
 
 if TYPE_CHECKING:
@@ -106,4 +108,5 @@ def __dir__() -> list[str]:
     return __all__
 
 
+_late_compiler.put_off()
 _seeds.seed_now_and_on_import(_seeds.from_environment())

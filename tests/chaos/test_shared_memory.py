@@ -109,7 +109,6 @@ def family(folder: Path) -> list[float]:
     return took_s
 
 
-@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_a_hundred_violent_deaths_leave_no_shared_memory_behind(folder: Path) -> None:
     names, before = sorted(os.listdir("/dev/shm")), shared_bytes()

@@ -10,18 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from multiproc.running import MARK, gone_within, left_behind, run_unisono
+from multiproc.running import MARK, gone_within, left_behind, run_unisono, start_unisono
 
 
 def test_a_command_that_hangs_is_ended_with_the_stacks_of_its_workers(tmp_path: Path) -> None:
-    script = "import time\n\n\ndef wait_for_ever():\n    time.sleep(1000)\n\n\nwait_for_ever()\n"
-    started_s = time.monotonic()
-    with pytest.raises(pytest.fail.Exception) as caught:
-        run_unisono(script, tmp_path, timeout_s=4)
+    waits = "print('WAITS', flush=True) or time.sleep(1000)"
+    script = f"import time\n\n\ndef wait_for_ever():\n    {waits}\n\n\nwait_for_ever()\n"
+    with start_unisono(script, tmp_path) as it:
+        it.until(lambda: it.report().count("\nWAITS\n") == 2, "both workers to wait")  # each in its log
+        hung_s = time.monotonic()
+        with pytest.raises(pytest.fail.Exception) as caught:
+            it.wait(timeout_s=0.5)
     message = str(caught.value)
-    assert "still running after 4 s" in message
+    assert "still running after 0.5 s" in message
     assert message.count('train.py", line 5 in wait_for_ever') >= 2, message
-    assert time.monotonic() - started_s < 30
+    assert time.monotonic() - hung_s < 26
 
 
 def test_an_unexpected_exit_code_shows_the_output_and_the_logs(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ _KEEP_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRE
 # Ranks that share a model do so for want of memory: layers that come and go between what stays would leave gaps of
 # several times what is in use.
 _GIVE_FREED_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": str(256 << 10), "MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
-_CUTTING = "unisono.train.cutting"  # slow to load, and only a mesh needs it
+# Slow to load, and seldom needed. A part of the compiler wakes the whole of it (`core.late_compiler`). Activation
+# checkpointing asks the compiler for its settings.
+_COMPILER, _CUTTING = "torch._dynamo.config", "unisono.train.cutting"
 _LAST_WORDS_BYTES = 8000
 _LAST_WORDS_LINES, _LAST_WORDS_WIDTH = 20, 160
 _DRAIN_BYTES = 1 << 22  # of a worker that has ended: more than its pipe can hold, less than a stray child can write
@@ -98,7 +100,9 @@ class Ears(Protocol):
 
 def _also_loaded(spec: RunSpec) -> list[str]:
     """Modules that the workers of such a run need, and most others do not."""
-    return [_CUTTING] if spec.replica.ranks > 1 else []
+    if spec.replica.ranks > 1:
+        return [_COMPILER, _CUTTING]
+    return [_COMPILER] if any(asked not in ("", "none") for asked in (spec.compile, spec.recompute)) else []
 
 
 class LocalWorkers:

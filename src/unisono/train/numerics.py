@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,12 @@ def settle_torch(threads: int, exact: bool, strict: bool = False) -> None:
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    # The same as use_deterministic_algorithms, which would load the compiler only to tell it, too.
+    torch.set_deterministic_debug_mode("error" if strict else "warn")
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    if compiler is not None:
+        compiler.deterministic = True
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when it is loaded
 
 
 def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> str:

@@ -23,8 +23,8 @@ from unisono.train import worker
 from unisono.wire.channel import FD_VARIABLE, NURSERY_VARIABLE
 
 _LONGEST_REQUEST = 1 << 18
-# Whatever almost every script needs in the end; torch's optimizers load dynamo with their first step.
-_LOADED = ("torch", "torch._dynamo", "torch.utils.data", "unisono.train.trainer", "unisono.train.own_loop")
+# Whatever almost every script needs in the end.
+_LOADED = ("torch", "torch.utils.data", "unisono.train.trainer", "unisono.train.own_loop")
 
 
 def main() -> int:
