@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from unisono.core.spec import RunSpec
-from unisono.parallel.slice_optimizer import state_bytes
+from unisono.parallel.optimizer_trials import state_bytes
 from unisono.train.job import Request
 from unisono.train.options import Parallel
 from unisono.train.probe import needs_of

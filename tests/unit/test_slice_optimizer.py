@@ -16,16 +16,8 @@ from torch.optim import Optimizer
 from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.errors import SetupError
 from unisono.parallel.gradients import Gradients
-from unisono.parallel.slice_optimizer import (
-    SliceOptimizer,
-    flat,
-    keeps_state,
-    leaves_gradients,
-    like,
-    put_in,
-    shaped,
-    taken_out,
-)
+from unisono.parallel.optimizer_trials import keeps_state, leaves_gradients, like
+from unisono.parallel.slice_optimizer import SliceOptimizer, flat, put_in, shaped, taken_out
 from unisono.parallel.slices import pieces
 
 Make = Callable[[Iterable[Any]], Optimizer]

@@ -31,11 +31,12 @@ from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding, Outgoing
 from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
+from unisono.parallel.optimizer_trials import pace_of
 from unisono.parallel.owing import Debts
 from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
-from unisono.parallel.round_words import bounds, by_number, flags, mean_losses, places_in
+from unisono.parallel.round_words import bounds, flags, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
-from unisono.parallel.slice_optimizer import Settings, pace_of
+from unisono.parallel.slice_optimizer import Settings
 from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
 from unisono.parallel.views import Views, owned_by
@@ -391,15 +392,4 @@ class Asynchronous(ParameterServer):
     def _tell(self) -> None:
         """The first owner has kept the time."""
         if self.comm.rank == self._membership.owners[0]:
-            leads, delays = by_number(self.tallies.leads), by_number(self.tallies.delays)
-            pushed, acknowledged, applied = self._made
-            self.emit(
-                events.Staleness(
-                    bound=self.bound,
-                    leads=leads,
-                    delays=delays,
-                    pushed=pushed,
-                    acknowledged=acknowledged,
-                    applied=applied,
-                )
-            )
+            self.emit(self.tallies.told(self.bound, *self._made))

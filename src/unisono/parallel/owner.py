@@ -22,11 +22,13 @@ from torch import Tensor
 
 from unisono.comm.asking import Answering, Asker, Room, Words
 from unisono.comm.seam import Comm
+from unisono.core import events
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding
 from unisono.parallel.layout import Layout
+from unisono.parallel.round_words import by_number
 from unisono.parallel.rows import Kind, unpacked
 from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import Place
@@ -54,6 +56,13 @@ class Tallies:
     leads: Counter[int] = field(default_factory=Counter)  # steps that a piece was ahead of the oldest, if we kept time
     pushed: int = 0  # by us as a worker, in this round
     acknowledged: int = 0  # likewise
+
+    def told(self, bound: int | None, pushed: int, acknowledged: int, applied: int) -> events.Staleness:
+        """With what all workers have pushed in this round, and what became of it."""
+        leads, delays = by_number(self.leads), by_number(self.delays)
+        return events.Staleness(
+            bound=bound, leads=leads, delays=delays, pushed=pushed, acknowledged=acknowledged, applied=applied
+        )
 
 
 @dataclass(frozen=True)

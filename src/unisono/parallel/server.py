@@ -29,9 +29,10 @@ from unisono.parallel.allreduce import AllReduce, trained_by
 from unisono.parallel.carried import Make
 from unisono.parallel.editions import Editions
 from unisono.parallel.gradients import Gradients
+from unisono.parallel.optimizer_trials import keeps_state, leaves_gradients
 from unisono.parallel.row_exchange import Cuts
 from unisono.parallel.served_tables import put_rows, rows_wanted, trade_rows
-from unisono.parallel.slice_optimizer import SliceOptimizer, keeps_state, leaves_gradients, put_in, taken_out
+from unisono.parallel.slice_optimizer import SliceOptimizer, put_in, taken_out
 from unisono.parallel.slices import Place, Slice, pieces
 from unisono.parallel.strategy import Microbatch, Reduced
 from unisono.parallel.table_slices import TableOptimizer

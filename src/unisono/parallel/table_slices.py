@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from unisono.core.errors import SetupError
 from unisono.parallel.layout import Layout
+from unisono.parallel.optimizer_trials import trial
 from unisono.parallel.rows import Rows
-from unisono.parallel.slice_optimizer import Settings, SliceOptimizer, trial
+from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import NOTHING_TOUCHED, Slice
 
 _TRIAL_STEPS = 3

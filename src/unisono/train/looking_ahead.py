@@ -16,7 +16,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.parallel.slice_optimizer import like
+from unisono.parallel.optimizer_trials import like
 
 
 def settings_ahead(schedule: Any, optimizer: Optimizer, turns: int) -> Sequence[Sequence[Mapping[str, Any]]]:

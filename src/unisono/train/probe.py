@@ -22,8 +22,8 @@ from unisono.core.errors import NothingTrained, ScriptFailed
 from unisono.core.mesh_choice import Needs
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import RunSpec
+from unisono.parallel.optimizer_trials import state_bytes
 from unisono.parallel.sharded import layers_in, units
-from unisono.parallel.slice_optimizer import state_bytes
 from unisono.train.context import Context, set_current
 from unisono.train.job import Request
 from unisono.train.replica import what_is_asked

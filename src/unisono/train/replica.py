@@ -27,10 +27,10 @@ from unisono.core.mesh import INNER, Mesh
 from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
+from unisono.parallel.optimizer_trials import keeps_state
 from unisono.parallel.pipeline_layers import is_sequence
 from unisono.parallel.rows import tables_of
 from unisono.parallel.shared_norms import has_batch_norm
-from unisono.parallel.slice_optimizer import keeps_state
 from unisono.train.blocks import repeated_blocks
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
