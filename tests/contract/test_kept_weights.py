@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import gc
+import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from ranks import in_threads
-from served_steps import Replica, Setting, assert_same, by_all_reduce, team, trained
+from served_steps import Replica, Setting, assert_same, by_all_reduce, heal, team, trained
 from test_mesh_shared import held, mesh
 from test_weights_on_their_way import parameters_of
 from torch import nn
@@ -193,3 +195,52 @@ def test_an_update_that_was_prepared_for_a_step_that_is_skipped_leaves_no_trace(
     membership = team(1, range(workers), range(workers, workers + servers))
     for one in trained(setting, [membership], ParameterServer, "mesh", each=skipping):
         assert_same(one, by_all_reduce(setting))
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("ending", ["made", "skipped"])
+@pytest.mark.parametrize("optimizer", ["plain", "adamw"])
+def test_a_second_step_that_does_not_count_does_not_touch_what_workers_read(
+    optimizer: str, ending: str, servers: int
+) -> None:
+    """A step that is lost twice and then made; one that is lost, and then skipped."""
+    setting = Setting(optimizer, steps=4, width=400)
+    together = threading.Barrier(2 + servers)
+    losses = (2, 3) if ending == "made" else (2,)  # each begins a generation
+
+    def again(replica: Replica, membership: Membership, generation: int, step: int) -> Membership:
+        now = replace(membership, generation=generation, meeting_point=f"{membership.meeting_point}-{generation}")
+        together.wait(20)
+        replica.strategy.configure(None)
+        replica.comm.reconfigure(now)
+        heal(replica, True)
+        replica.strategy.configure(now)
+        replica.reduce(now, step)
+        return now
+
+    def each(replica: Replica, membership: Membership, step: int) -> None:
+        generation = losses[-1]
+        last = replace(membership, generation=generation, meeting_point=f"{membership.meeting_point}-{generation}")
+        if step != 2:
+            replica.step(membership if step < 2 else last, step)
+            return
+        replica.follow_schedule(step)
+        other = 77 if ending == "skipped" else step  # whose gradient comes to nothing
+        replica.reduce(membership, other)
+        for generation in losses:
+            last = again(replica, membership, generation, other)
+        if ending == "skipped":
+            together.wait(20)
+            replica.reduce(last, step)
+        replica.strategy.step(replica.loss, lambda: 0.0)
+        replica.losses.append(replica.loss)
+
+    expected = by_all_reduce(setting)
+    found = trained(setting, [team(1, [0, 1], [*range(2, 2 + servers)])], network_kind="mesh", each=each)
+    for one in found:
+        assert one["losses"] == expected["losses"]
+        for name, value in one["model"].items():
+            # A step that is skipped still has moved the statistics of batch norm where it was computed.
+            assert ending == "skipped" or torch.equal(value, expected["model"][name]), name
+        weights = [name for name in one["model"] if not name.startswith("norm.running")]
+        assert all(torch.equal(one["model"][name], expected["model"][name]) for name in weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from unisono.comm.codecs import parse_codec
 from unisono.core import events
+from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
+from unisono.parallel.owing import Debts
 
 pytestmark = pytest.mark.usefixtures("one_thread_each")
 
@@ -155,3 +158,39 @@ def test_what_a_checkpoint_owes_to_other_parameters_is_dropped_and_told() -> Non
     (notice,) = [event for event in told if isinstance(event, events.Notice)]
     assert notice.code == "carried-lost"
     assert "other parameters train now" in notice.text
+
+
+class HalfHeard:
+    """A Comm whose first gather comes to its end on the first rank only, because the last one dies in it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.rows = rank, [[True, False]] * 3 if rank == 0 else None
+
+    def gather(self, _: Tensor) -> list[Tensor]:
+        if self.rows is None:
+            raise PeerLost("as planned")
+        return [torch.tensor(row) for row in self.rows]
+
+
+def test_what_a_checkpoint_owes_is_taken_up_once_though_not_all_have_heard_of_it() -> None:
+    taken: list[int] = []
+    layout: Any = SimpleNamespace(bucket_elements=(4,))
+    debts = [Debts(lambda _: None) for _ in range(2)]
+    comms: list[Any] = [HalfHeard(rank) for rank in range(2)]
+    outgoing: list[Any] = [SimpleNamespace(take_over=lambda _, rank=rank: taken.append(rank)) for rank in range(2)]
+    for one in debts:
+        one.go_on_from({"0": torch.ones(4)})
+    debts[0]._take_up(comms[0], outgoing[0], layout)
+    with pytest.raises(PeerLost):
+        debts[1]._take_up(comms[1], outgoing[1], layout)
+    for comm in comms:
+        comm.rows = [[bool(one.saved), one._took_up] for one in debts]
+    for rank in range(2):
+        debts[rank]._take_up(comms[rank], outgoing[rank], layout)
+    assert taken == [0]
+    debts[1].go_on_from({"0": torch.ones(4)})  # back to the checkpoint once more
+    debts[0].go_on_from({})
+    for comm in comms:
+        comm.rows = [[bool(one.saved), one._took_up] for one in debts]
+    debts[1]._take_up(comms[1], outgoing[1], layout)
+    assert taken == [0, 1]

@@ -205,3 +205,19 @@ def test_nothing_is_prepared_where_the_weights_are() -> None:
     before = served.editions.newest(PLACE).clone()
     assert not served.one.prepare(pieces_of(3))
     assert torch.equal(served.editions.newest(PLACE), before)
+
+
+def test_what_is_prepared_again_after_a_generation_has_ended_stays_away_from_what_is_read() -> None:
+    served = Served()
+    served.editions.hold_together([PLACE])
+    read = served.editions.newest(PLACE)
+    as_it_was = read.clone()
+    for _ in range(3):  # a step that is lost, again and again
+        served.editions.make_way(PLACE)
+        assert served.one.prepare([(0, torch.ones(SIZE))])
+        assert torch.equal(read, as_it_was)
+        served.editions.hold_both([PLACE])
+    assert served.rooms == 3, "what is read, what was prepared last, and what is prepared now"
+    served.editions.hold_together([PLACE])
+    served.update(1)
+    assert served.rooms == 3

@@ -132,5 +132,5 @@ class Joins:
 
 def find(known: Iterable[Private], address: int, length: int) -> Extent | None:
     """The part of one of these that lies there."""
-    found = (private.extent(address, length) for private in known)
+    found = (private.extent(address, length) for private in list(known))  # others may add to them meanwhile
     return next((extent for extent in found if extent is not None), None)

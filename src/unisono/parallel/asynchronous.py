@@ -138,7 +138,7 @@ class Asynchronous(ParameterServer):
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
         if not self._begun:  # from a checkpoint: what has not been said since belongs to steps that are gone
             self._outgoing = Outgoing(self.comm, self._coding)
-            self._debts.saved = state.get("owed", {}) if self._coding.feedback else {}
+            self._debts.go_on_from(state.get("owed", {}) if self._coding.feedback else {})
 
     def gathered_state(self) -> dict[str, Any]:
         state = super().gathered_state()

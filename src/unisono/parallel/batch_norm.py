@@ -25,24 +25,31 @@ class Meet(Protocol):
 
 
 class _Normalise(torch.autograd.Function):
+    """`mean` and `scale` are as wide as float32 at least, and so is all that is computed with them; what comes in half
+    precision goes out so, as torch has it."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, scale: Tensor, count: float, meet: Sum
     ) -> Tensor:
-        normal = (x - _wide(mean, x)) * _wide(scale, x)  # (n, c, ...)
-        ctx.save_for_backward(normal, weight, scale)
+        ctx.save_for_backward(x, weight, mean, scale)
         ctx.count, ctx.meet = count, meet
-        return normal * _wide(weight, x) + _wide(bias, x)
+        return (_normal(x, mean, scale) * _wide(weight, x) + _wide(bias, x)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        normal, weight, scale = ctx.saved_tensors
+        x, weight, mean, scale = ctx.saved_tensors
+        normal, grad = _normal(x, mean, scale), grad.to(mean.dtype)
         axes = [0, *range(2, grad.ndim)]
         d_bias, d_weight = grad.sum(axes), (grad * normal).sum(axes)  # (c,)
         total = ctx.meet(torch.cat([d_bias, d_weight]).double()) / ctx.count
         mean_grad, mean_product = total.to(grad.dtype).chunk(2)
         d_x = (grad - _wide(mean_grad, grad) - normal * _wide(mean_product, grad)) * _wide(weight * scale, grad)
-        return d_x, d_weight, d_bias, None, None, None, None
+        return d_x.to(x.dtype), d_weight, d_bias, None, None, None, None
+
+
+def _normal(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    return (x.to(mean.dtype) - _wide(mean, x)) * _wide(scale, x)  # (n, c, ...)
 
 
 def _wide(vector: Tensor, like: Tensor) -> Tensor:
@@ -82,10 +89,11 @@ class SynchronisedNorms:
             variance = (square - mean * mean).clamp_(min=0)
             self._pending[id(module)] = _Pending(module, mean, variance * (count / max(count - 1, 1)))
             scale = (variance + module.eps).rsqrt()
-            ones = torch.ones_like(mean, dtype=x.dtype)
+            computed = torch.promote_types(x.dtype, torch.float32)
+            ones = torch.ones_like(mean, dtype=computed)
             weight = module.weight if module.weight is not None else ones
             bias = module.bias if module.bias is not None else torch.zeros_like(ones)
-            moved, shrunk = mean.to(x.dtype), scale.to(x.dtype)
+            moved, shrunk = mean.to(computed), scale.to(computed)
             out: Tensor = _Normalise.apply(x, weight, bias, moved, shrunk, count, meet_backward)  # type: ignore[no-untyped-call]
             return out
 

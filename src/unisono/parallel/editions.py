@@ -17,7 +17,7 @@ from unisono.parallel.slice_optimizer import SliceOptimizer
 from unisono.parallel.slices import Place
 
 Room = Mapping[Place, Tensor]
-EVERYBODY = -1  # as a holder
+EVERYBODY, BEFORE = -1, -2  # as holders: of what was last shown to all; of what was, before a generation ended
 
 
 class Editions:
@@ -45,6 +45,13 @@ class Editions:
         """Everybody gets the newest, and needs nothing else."""
         self._holders = {}
         self.hold(EVERYBODY, places)
+
+    def hold_both(self, places: Iterable[Place]) -> None:
+        """A generation has ended, and perhaps another that made no step: some may have been shown the newest, others
+        still look at what everybody had before. An update that was only prepared is neither."""
+        before = self._holders.get(BEFORE) or self._holders.get(EVERYBODY, {})
+        self.hold_together(places)
+        self._holders[BEFORE] = before
 
     def hold_apart(self, ranks: Iterable[int]) -> None:
         """What everybody holds is held by each of these; from now on they go their own ways."""

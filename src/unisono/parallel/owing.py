@@ -28,7 +28,8 @@ class Debts:
         self._emit = emit
         self._owing: set[int] = set()  # workers that may owe something, as this member knows
         self._parted: set[int] = set()  # those that have handed it over
-        self.saved: Mapping[str, Tensor] = {}  # of a checkpoint, by bucket: nobody owes it yet
+        self.saved: Mapping[str, Tensor] = {}  # of a checkpoint, by bucket: nobody owes it yet, as far as we know
+        self._took_up = False  # what was saved: somebody who was stopped meanwhile may not have heard of it
 
     def part(self, comm: Comm, membership: Membership, outgoing: Outgoing, leaves: bool) -> None:
         """While those who leave are still here."""
@@ -49,10 +50,16 @@ class Debts:
                 found[str(bucket)] = found[str(bucket)] + part if str(bucket) in found else part
         return found
 
+    def go_on_from(self, saved: Mapping[str, Tensor]) -> None:
+        """A checkpoint was read: this is what all together owed."""
+        self.saved, self._took_up = saved, False
+
     def _take_up(self, comm: Comm, outgoing: Outgoing, layout: Layout) -> None:
-        """What a checkpoint says is owed is owed by the first of those who have read it."""
-        reading = [bool(row.item()) for row in comm.gather(torch.tensor([bool(self.saved)]))]
+        """What a checkpoint says is owed is owed by the first of those who have read it, once."""
+        rows = [row.tolist() for row in comm.gather(torch.tensor([bool(self.saved), self._took_up]))]
+        reading = [has_it and not any(taken for _, taken in rows) for has_it, _ in rows]
         if any(reading) and reading.index(True) == comm.rank:
+            self._took_up = True
             lengths = dict(enumerate(layout.bucket_elements))
             fit = [[int(key), one] for key, one in self.saved.items() if lengths.get(int(key)) == one.numel()]
             outgoing.take_over({"pace": 1.0, "residuals": fit})

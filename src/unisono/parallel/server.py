@@ -101,7 +101,7 @@ class ParameterServer(AllReduce):
             self._settle_versions(gradients)
             self._share_out(gradients, membership)
             # Who is a step ahead of us looks at the newest, also where we were stopped before all had heard of it.
-            self._editions.hold_together(self._routes.owned_by(self.comm.rank))
+            self._editions.hold_both(self._routes.owned_by(self.comm.rank))
 
     def _settle_versions(self, gradients: Gradients) -> None:
         """If any owner has applied a step, the others do so now, who have its gradient but had not heard that all

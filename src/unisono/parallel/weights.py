@@ -125,6 +125,7 @@ class Routes:
                 put(parameters[one.parameter], one, vector, kept)
         if place[0] in self._cut:
             self._kept[place] = kept
+            self._came.pop(place, None)  # it is older
             self._came |= {} if kept is None else {place: kept}
 
     def settle(self, comm: Comm, parameters: Sequence[nn.Parameter]) -> None:
