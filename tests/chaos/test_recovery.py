@@ -73,6 +73,16 @@ def test_workers_are_killed_while_a_joiner_is_healed(calm: Calm, tmp_path: Path)
         run.check(run.hurry(), calm, faults)
 
 
+def test_a_donor_that_falls_silent_while_it_gives_the_state_is_put_out(calm: Calm, tmp_path: Path) -> None:
+    """Its connections stay open, and everybody waits: those who are through, the joiner, and itself."""
+    faults = [Fault("kill", 3, 4), Fault("drop", 1, 5, "heal")]
+    with begin(SCRIPT, tmp_path, "--max-restarts", "1", "--hang-after", "4", faults=faults) as run:
+        run.until(lambda: run.members and 1 not in run.members, "the others to go on")
+        run.check(run.hurry(), calm, faults)
+        (silent,) = [event for event in run.of(events.WorkerRemoved) if event.who == 1]
+        assert "nothing comes from worker 1" in silent.because
+
+
 @pytest.mark.parametrize("dying", [(0, 2), (0, 1, 3)], ids=["two", "all but one"])
 def test_several_are_killed_at_once(dying: tuple[int, ...], calm: Calm, tmp_path: Path) -> None:
     faults = [Fault("kill", worker, 6, "collective") for worker in dying]

@@ -86,6 +86,20 @@ def test_the_culprit_of_a_stalled_step(statuses: list[Status], culprits: tuple[i
             id="a large state takes its time, also where it is known who waits for whom",
         ),
         pytest.param(
+            [waits(0, waits_for=[3], unheard=[3]), waits(1, waits_for=[3], unheard=[3]),
+             waits(3, doing=GIVING, waits_for=[0], unheard=[0, 1, 4]),
+             waits(4, doing=COPYING, waits_for=[3], unheard=[3])],
+            (4,),
+            (3,),
+            id="of one who gives the state nothing is heard any more, others are through",
+        ),
+        pytest.param(
+            [waits(0, doing=GIVING, waits_for=[1], unheard=[1]), waits(1, doing=COPYING, waits_for=[0], unheard=[0])],
+            (1,),
+            (1,),
+            id="of two who do not hear each other, the one that holds the state stays",
+        ),
+        pytest.param(
             [waits(0, doing=FORMING), waits(1, doing=FORMING), waits(2, doing="waiting for the others to start")],
             (2,),
             (2,),

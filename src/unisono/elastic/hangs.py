@@ -96,9 +96,10 @@ def _silent(waiting: Sequence[Status], waited_s: float) -> Suspicion | None:
     missed = Counter(worker for status in waiting for worker in status.waits_for)
     unheard = Counter(worker for status in waiting for worker in status.unheard)
     here = {status.worker: status for status in waiting}
-    named = [worker for worker in unheard or missed if worker in here]
-    copying = any(status.doing.startswith(HEALING) for status in waiting)  # a large state takes its time
-    if not named or len(waiting) < 2 or copying:
+    # A large state takes its time, in which one misses the other; but even then both say that they are there.
+    copying = any(status.doing.startswith(HEALING) for status in waiting)
+    named = [worker for worker in (unheard if copying else unheard or missed) if worker in here]
+    if not named or len(waiting) < 2:
         return None
     worst = here[max(named, key=lambda worker: (unheard[worker], missed[worker], worker))]
     rest = [status for status in waiting if status is not worst]
