@@ -21,6 +21,7 @@ from unisono.core.membership import Membership
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.weights import Routes, room_for
 
+pytestmark = pytest.mark.usefixtures("one_thread_each")
 SERVERS = pytest.mark.parametrize("servers", [1, 2, 3])
 
 
