@@ -37,30 +37,34 @@ def mlp() -> nn.Module:
 
 
 class _Ready(torch.autograd.Function):
-    """A backward pass that has its gradients already."""
+    """A layer whose backward pass has its gradients already."""
 
     @staticmethod
-    def forward(ctx: Any, samples: Tensor, ready: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, ready: Sequence[Tensor], *parameters: Tensor) -> Tensor:  # noqa: ARG004
         ctx.ready = ready
-        return parameters[0].new_zeros(len(samples))
+        return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         # A new tensor on the same memory: autograd keeps it as it is, where it would copy one that somebody else has.
-        return None, None, *(gradient.view(gradient.shape) for gradient in ctx.ready)
+        return gradient, None, *(one.view(one.shape) for one in ctx.ready)
 
 
 class Ready(nn.Module):
-    """The parameters of `mlp`, and nothing to compute: only what every system does with a gradient is left."""
+    """The parameters of `mlp`, and nothing to compute: only what every system does with a gradient is left. They come
+    in the order of `mlp`, too: the last layer's first, and of each the bias before the matrix."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = mlp()
-        self._ready = [torch.full_like(parameter, 1e-6).detach() for parameter in self.inner.parameters()]
+        layers = [[layer.bias, layer.weight] for layer in self.inner if isinstance(layer, nn.Linear)]
+        self._layers = [(layer, [torch.full_like(one, 1e-6).detach() for one in layer]) for layer in layers]
 
     def forward(self, samples: Tensor) -> Tensor:
-        found: Tensor = _Ready.apply(samples, self._ready, *self.inner.parameters())  # type: ignore[no-untyped-call]
-        return found
+        output = samples.new_zeros(len(samples))
+        for parameters, ready in self._layers:
+            output = _Ready.apply(output, ready, *parameters)  # type: ignore[no-untyped-call]
+        return output
 
 
 def as_it_is(output: Tensor, _: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 from served_steps import OPTIMIZERS, Replica, Setting, assert_same, by_all_reduce, model_of, team, trained
 
+from unisono.core import hands
 from unisono.core.membership import Membership
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.server import ParameterServer
@@ -66,6 +67,22 @@ def test_over_shared_memory_it_is_the_same(setting: Setting, workers: int, serve
     membership = team(1, range(workers), range(workers, workers + servers))
     for one in trained(setting, [membership], partial(ParameterServer, copies=2), "mesh"):
         assert_same(one, expected)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (4, 1)])
+def test_with_several_hands_it_is_the_same(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is large is cut between cores; here, everything is."""
+    given = []
+    monkeypatch.setattr(hands, "_cores", lambda: frozenset(range(3)))
+    monkeypatch.setattr(hands, "_WORTH", 1000)
+    monkeypatch.setattr(hands, "_CUT", 64)
+    monkeypatch.setattr(hands, "do", lambda jobs, do=hands.do: (given.append(len(jobs)), do(jobs))[1])
+    setting = Setting("plain", width=301)
+    expected = by_all_reduce(setting)
+    membership = team(1, range(workers), range(workers, workers + servers))
+    for one in trained(setting, [membership], ParameterServer, "mesh"):
+        assert_same(one, expected)
+    assert max(given) == 3
 
 
 def test_everybody_knows_the_norm_of_the_gradient_that_was_clipped() -> None:

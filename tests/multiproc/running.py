@@ -196,8 +196,15 @@ class Started:
         parts = [f"$ {' '.join(self.command)}", self.output[-_TAIL:] or "(no output)"]
         run_dir = self.run_dir
         for log in sorted(RunDir(run_dir).logs.glob("*.log")) if run_dir else []:
-            parts += [f"--- {log.name}", log.read_text(errors="replace")[-_TAIL:]]
+            parts += [f"--- {log.name}", _end_of(log.read_text(errors="replace"))]
         return "\n".join(parts)
+
+
+def _end_of(log: str) -> str:
+    """The last of it; of a crash, also how its report begins, which says what and in which thread."""
+    crash = log.rfind("Fatal Python error")
+    begins = log[crash : crash + _TAIL // 2] + "\n[...]\n" if 0 <= crash < len(log) - _TAIL else ""
+    return begins + log[-_TAIL:]
 
 
 def run_unisono(

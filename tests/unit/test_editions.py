@@ -151,9 +151,11 @@ def prepared(number: int, make: Make = KINDS["plain"]) -> tuple[Served, bool]:
     return served, served.one.prepare(pieces_of(number))
 
 
-def pieces_of(number: int) -> list[tuple[int, Tensor]]:
-    """In the middle of parameters, and across them."""
-    return [(start, gradient_of(number)[start : start + SIZE // 3]) for start in range(0, SIZE, SIZE // 3)]
+def pieces_of(number: int) -> list[list[tuple[int, Tensor]]]:
+    """In the middle of parameters, and across them; the first two for one hand."""
+    third = SIZE // 3
+    pieces = [(start, gradient_of(number)[start : start + third]) for start in range(0, SIZE, third)]
+    return [pieces[:2], pieces[2:]]
 
 
 @pytest.mark.parametrize("used", [(True, True), (False, True), (True, False), (False, False)])
@@ -214,7 +216,7 @@ def test_what_is_prepared_again_after_a_generation_has_ended_stays_away_from_wha
     as_it_was = read.clone()
     for _ in range(3):  # a step that is lost, again and again
         served.editions.make_way(PLACE)
-        assert served.one.prepare([(0, torch.ones(SIZE))])
+        assert served.one.prepare([[(0, torch.ones(SIZE))]])
         assert torch.equal(read, as_it_was)
         served.editions.hold_both([PLACE])
     assert served.rooms == 3, "what is read, what was prepared last, and what is prepared now"

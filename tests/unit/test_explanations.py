@@ -122,3 +122,5 @@ def test_a_crash_is_where_the_crashing_thread_was_and_a_stack_where_the_main_thr
     assert stacks.crash_line(text) == f"{script}:2, in crash: crash()"
     assert stacks.user_line(text) == f"{script}:3, in main: fit()"
     assert stacks.crash_line("nothing of the kind") == ""
+    native = text.replace("Current thread", "Thread")
+    assert stacks.crash_line(native) == f"a thread of native code, while the script was in {script}:3, in main: fit()"

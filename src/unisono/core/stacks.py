@@ -82,11 +82,16 @@ def late_rank(first: str, others: Mapping[int, str]) -> int:
 
 
 def crash_line(text: str) -> str:
-    """The same for what a crash has written into a log: of the thread that crashed, or else of the main thread."""
+    """The same for what a crash has written into a log: of the thread that crashed, or else of the main thread.
+
+    A thread that knows no Python is a library's own, and then the script's line is only where it happened to be."""
     _, fatal, dump = text.rpartition("Fatal Python error")
     threads = _threads(dump) if fatal else [""]
     crashed = next((thread for thread in threads if thread.startswith("Current thread")), "")
-    return _innermost(_frames(crashed)) or _innermost(_frames(threads[-1]))
+    main = _innermost(_frames(threads[-1]))
+    if main and not crashed:
+        return f"a thread of native code, while the script was in {main}"
+    return _innermost(_frames(crashed)) or main
 
 
 def _threads(text: str) -> list[str]:

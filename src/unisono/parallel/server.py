@@ -235,7 +235,7 @@ class ParameterServer(AllReduce):
             if place[0] == bucket and all(one.version == self.version for one in held):
                 self._editions.make_way(place)
                 for one in held:
-                    are_ready &= one.prepare(self._owned.blocks(target, bucket, one.start, one.stop))
+                    are_ready &= one.prepare(self._owned.portions(target, bucket, one.start, one.stop))
             elif place[0] == bucket:
                 are_ready = False
         if is_left and are_ready:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from unisono.core import hands
 from unisono.core.errors import InternalError
 from unisono.parallel.layout import Layout
 from unisono.parallel.momentum import step_of_part
@@ -119,19 +121,24 @@ class SliceOptimizer:
             self._parts[one.parameter].data = room[one.here]
 
     @torch.no_grad()
-    def prepare(self, gradient: Iterable[tuple[int, Tensor]]) -> bool:
+    def prepare(self, gradient: Sequence[Iterable[tuple[int, Tensor]]]) -> bool:
         """Make the next update in the new memory, before it is known whether it counts: it does with
-        `step_as_prepared`, and not if the weights are asked for, or prepared again. The gradient comes in pieces: where
-        in the bucket each begins, and what it is. False: it cannot be, and nothing was read."""
+        `step_as_prepared`, and not if the weights are asked for, or prepared again. The gradient comes in portions that
+        several hands take, and these in pieces: where in the bucket each begins, and what it is. False: it cannot be,
+        and nothing was read."""
         if self._left is None:
             return False
         self._follow_settings(1.0, ())
-        rates = self._plain_rates()
-        for start, piece in gradient if rates is not None else ():
-            assert rates is not None
-            self._write_update(self._left, piece, rates, rates, start - self.start)
+        left, rates = self._left, self._plain_rates()
+        self._prepared = None
+        if rates is not None:
+            hands.do([partial(self._write_pieces, left, portion, rates) for portion in gradient])
         self._prepared = rates
         return rates is not None
+
+    def _write_pieces(self, left: Tensor, pieces: Iterable[tuple[int, Tensor]], rates: Mapping[int, float]) -> None:
+        for start, piece in pieces:
+            self._write_update(left, piece, rates, rates, start - self.start)
 
     def is_prepared(self) -> bool:
         """Whether the update is there, as it should be made now."""
@@ -158,9 +165,16 @@ class SliceOptimizer:
     def _step_on_the_way(
         self, left: Tensor, gradient: Tensor, used: Sequence[bool], rates: Mapping[int, float]
     ) -> None:
-        self._write_update(left, gradient, rates, {position for position in rates if used[position]})
+        trained = {position for position in rates if used[position]}
+        hands.do(
+            [
+                partial(self._write_update, left, gradient[low:high], rates, trained, low)
+                for low, high in hands.shares(0, gradient.numel())
+            ]
+        )
         self._left = self._prepared = None
 
+    @torch.no_grad()  # it may run in another thread
     def _write_update(
         self, left: Tensor, gradient: Tensor, rates: Mapping[int, float], used: Collection[int], at: int = 0
     ) -> None:

@@ -8,7 +8,7 @@ Not exact: always one row. Used by every reducer that can keep the order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,6 +19,7 @@ from unisono.comm.seam import Op
 from unisono.core.membership import Membership
 
 BLOCK = 1 << 17  # elements that are added at a time: a few such rows fit into the cache
+_LAST = -1  # in the place of a row: the sum of all
 
 
 class Blocks:
@@ -79,18 +80,27 @@ class Joiner:
     def join(self, rows: Sequence[Tensor], target: Tensor, op: Op) -> None:
         """`target` may be one of the rows."""
         step = BLOCK if len(self._merges) > 1 else max(1, target.numel())
-        for low in range(0, target.numel(), step):
-            high = min(low + step, target.numel())
-            here = [row[low:high] for row in rows]
-            for left, right in self._merges[:-1]:
-                room = self._room(left, target)[: high - low]
-                combine(here[left], here[right], op, room)
-                here[left] = room
-            if self._merges:
-                left, right = self._merges[-1]
-                combine(here[left], here[right], op, target[low:high])
-            else:
-                settle(here[0], target[low:high])
+        for into, *here in zip(*(torch.split(vector, step) for vector in (target, *rows)), strict=True):
+            self._add(here, into, op)
+
+    def sums(self, rows: Sequence[Tensor]) -> Iterator[Tensor]:
+        """The same piece by piece, in memory that is used again for the next."""
+        room = self._room(_LAST, rows[0])
+        for here in zip(*(torch.split(row, BLOCK) for row in rows), strict=True):
+            into = room[: here[0].numel()]
+            self._add([*here], into, "sum")
+            yield into
+
+    def _add(self, here: list[Tensor], into: Tensor, op: Op) -> None:
+        for left, right in self._merges[:-1]:
+            room = self._room(left, into)[: into.numel()]
+            combine(here[left], here[right], op, room)
+            here[left] = room
+        if self._merges:
+            left, right = self._merges[-1]
+            combine(here[left], here[right], op, into)
+        else:
+            settle(here[0], into)
 
     def _room(self, row: int, like: Tensor) -> Tensor:
         key = row, like.dtype

@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
-from unisono.comm.reducers.blocks import BLOCK, Joiner
+from unisono.comm.reducers.blocks import Joiner
 from unisono.comm.reducers.rounds import Group, collect
 from unisono.comm.reducers.seam import LANES
 from unisono.comm.reducers.stateless import Stateless
 from unisono.comm.seam import Comm, Message, Op, Pending
 from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of, slices
+from unisono.core import hands
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 
@@ -43,7 +43,7 @@ def shared_out(length: int, membership: Membership, copy: int = 0, alignment: in
 
 class OwnedReducer(Stateless):
     """`copies` of each slice, at most one for each owner. `leaves`: an owner that brings nothing itself does not add
-    the rows yet: they are read where the workers have them (`blocks`, `sum_of`) until `give_back`, or until they are
+    the rows yet: they are read where the workers have them (`portions`, `sum_of`) until `give_back`, or until they are
     added after all (`take`)."""
 
     name = "owned"
@@ -55,10 +55,9 @@ class OwnedReducer(Stateless):
         everyone = range(len(membership.members))
         counts = tuple(self._blocks.rows(rank, rank + 1) for rank in everyone)
         self._group = Group(tuple(everyone), comm.rank, counts, self._blocks.join([*everyone, len(everyone)]))
-        self._joiner = Joiner(self._group.plan)
+        self._joiners = [Joiner(self._group.plan)]  # one for each hand
         self.copies = min(copies, len(membership.owners))
         self._sending: list[Pending] = []
-        self._blocks_of: dict[torch.dtype, Tensor] = {}  # room for a piece of a sum
         only_adds = self.copies == 1 and not self._group.counts[comm.rank] and comm.rank in membership.owners
         self._leaves = leaves and only_adds
         self._left: dict[int, tuple[Trade, list[Tensor]]] = {}  # by tag: and its rows in the order of ranks
@@ -109,18 +108,25 @@ class OwnedReducer(Stateless):
         """Whether what is to be added is with the workers still."""
         return tag in self._left
 
-    def blocks(self, target: Tensor, tag: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """A part of what was reduced into `target`, piece by piece: where each begins, and what it is, to be read
-        before the next. Of rows that were left the sum is made on the way, and never gets out of the cache."""
+    def portions(self, target: Tensor, tag: int, start: int, stop: int) -> list[Iterator[tuple[int, Tensor]]]:
+        """A part of what was reduced into `target`, for several hands at once. Each portion comes piece by piece: where
+        it begins, and what it is, to be read before the next. Of rows that were left the sum is made on the way, and
+        never gets out of the cache."""
+        parts = hands.shares(start, stop)
+        self._joiners += [Joiner(self._group.plan) for _ in parts[len(self._joiners) :]]
+        return [
+            self._pieces(target, tag, low, high, joiner)
+            for (low, high), joiner in zip(parts, self._joiners, strict=False)
+        ]
+
+    def _pieces(self, target: Tensor, tag: int, start: int, stop: int, joiner: Joiner) -> Iterator[tuple[int, Tensor]]:
         if tag not in self._left or len(self._left[tag][1]) == 1:
             yield start, self.sum_of(target, tag, start, stop)
             return
         own, (_, rows) = self._mine(target).start, self._left[tag]
-        room = self._blocks_of.setdefault(target.dtype, torch.empty(BLOCK, dtype=target.dtype))
-        for low in range(start, stop, BLOCK):
-            high = min(low + BLOCK, stop)
-            self._joiner.join([row[low - own : high - own] for row in rows], room[: high - low], "sum")
-            yield low, room[: high - low]
+        for total in joiner.sums([row[start - own : stop - own] for row in rows]):
+            yield start, total
+            start += total.numel()
 
     def sum_of(self, target: Tensor, tag: int, start: int, stop: int) -> Tensor:
         """The same in one piece. Where it was left with a worker, it is not to be written to."""
@@ -134,7 +140,7 @@ class OwnedReducer(Stateless):
     def take(self, target: Tensor, tag: int) -> None:
         """Add what was left with the workers, as everywhere else."""
         trade, rows = self._left.pop(tag)
-        self._joiner.join(rows, target[self._mine(target)], "sum")
+        self._joiners[0].join(rows, target[self._mine(target)], "sum")
         trade.end()
 
     def _mine(self, target: Tensor) -> slice:
@@ -172,7 +178,7 @@ class OwnedReducer(Stateless):
             ]
             beside = bool(own) and self.copies > 1
             into = self._scratch.row(length_of(mine)) if beside else target[mine]
-            self._joiner.join(brought, into, op)
+            self._joiners[0].join(brought, into, op)
             if beside:
                 finished.append((mine, into))
         return finished
