@@ -21,6 +21,7 @@ from unisono.comm.autopilot_choice import (
     whose_memory,
 )
 from unisono.comm.autopilot_memory import Memory
+from unisono.comm.autopilot_trials import share_a_clock, took
 from unisono.comm.links import complete, project, rounds, slowest, spread
 from unisono.comm.reducers.cost import Links, uniform
 from unisono.core.membership import even
@@ -199,14 +200,27 @@ def test_the_slowest_link_is_that_of_a_megabyte() -> None:
     assert slowest(Links(links.latency_s, tuple(map(tuple, slow)), links.hosts)) == (1, 3)
 
 
+# --- trials
+
+
+def test_who_comes_late_to_a_trial_is_not_counted_where_clocks_can_be_compared() -> None:
+    spans = [(10.0, 13.5), (12.0, 13.0)]  # the second was not let in before
+    assert took(spans, one_clock=True) == 1.5
+    assert took(spans, one_clock=False) == 3.5
+    assert share_a_clock(("a", "a"))
+    assert not share_a_clock(("a", "b"))
+    assert not share_a_clock(("", "")), "nobody knows where they are"
+
+
 # --- model and memory
 
 
-def test_hierarchical_is_a_candidate_only_where_hosts_have_several_workers() -> None:
+def test_hierarchical_is_a_candidate_only_where_hosts_have_several_workers_and_there_are_more_than_two() -> None:
     membership = even(1, (0, 1, 2, 3), 4)
     assert "hierarchical" in candidates(membership, ("a", "a", "b", "b"), exact=True)
     assert "hierarchical" not in candidates(membership, ("a", "b", "c", "d"), exact=True)
-    assert "hierarchical" not in candidates(membership, ("a",) * 4, exact=True)
+    assert "hierarchical" in candidates(membership, ("a",) * 4, exact=True)
+    assert "hierarchical" not in candidates(even(1, (0, 1), 2), ("a",) * 2, exact=True)
 
 
 def test_exact_mode_offers_only_what_keeps_the_bits() -> None:

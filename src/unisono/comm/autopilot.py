@@ -28,7 +28,7 @@ from unisono.comm.autopilot_choice import (
     whose_memory,
 )
 from unisono.comm.autopilot_memory import Memory
-from unisono.comm.autopilot_trials import race, vectors
+from unisono.comm.autopilot_trials import race, share_a_clock, vectors
 from unisono.comm.links import TAG, gather, host_names, measure, slowest
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.reducers import ALGORITHMS, make, offered
@@ -46,11 +46,11 @@ _SMALLEST_TRIAL = 1 << 16
 
 def candidates(membership: Membership, hosts: tuple[str, ...], exact: bool) -> list[str]:
     """The algorithms that may be used here, and are not another one in disguise."""
-    several = 1 < len(set(hosts)) < len(hosts)  # else hierarchical is direct, with detours
+    gathers = len(set(hosts)) < len(hosts) > 2  # else hierarchical is direct, with detours
     return [
         name
         for name in ALGORITHMS
-        if not offered(name, membership, hosts, exact) and (several or name != "hierarchical")
+        if not offered(name, membership, hosts, exact) and (gathers or name != "hierarchical")
     ]
 
 
@@ -272,7 +272,7 @@ class Pilot:
             name: kept.get(name) or make(name, self.comm, self.membership, self.hosts, exact) for name in names
         }
         started = time.perf_counter()
-        times = race(self.comm, self._racers, parts, budget_s)
+        times = race(self.comm, self._racers, parts, budget_s, one_clock=share_a_clock(self.hosts))
         spent = gather(self.comm, [time.perf_counter() - started], device=like.device)
         self._tried_s += max(row[0] for row in spent)
         size = elements * like.element_size()

@@ -19,7 +19,7 @@ import torch
 
 from unisono.comm.autopilot import USUAL, candidates, predictions
 from unisono.comm.autopilot_choice import Trial, choose
-from unisono.comm.autopilot_trials import race, vectors
+from unisono.comm.autopilot_trials import race, share_a_clock, vectors
 from unisono.comm.links import gather, host_names, measure, slowest
 from unisono.comm.mesh_address import hosts_of
 from unisono.comm.process_group import ProcessGroupComm
@@ -169,7 +169,8 @@ class Bench:
                 return rows, f"{size_of(count)} and more were left out: they do not fit into {self.seconds:g} s"
             parts = vectors(self.comm, self.reducers[USUAL].parts, count // 4, torch.float32, self.device)
             racers = {name: self.reducers[name] for name in chosen}
-            times = race(self.comm, racers, parts, min(_EACH_S, left_s / 8), to_the_end=True)
+            one_clock, patience_s = share_a_clock(self.hosts), min(_EACH_S, left_s / 8)
+            times = race(self.comm, racers, parts, patience_s, to_the_end=True, one_clock=one_clock)
             self.trials += [Trial(name, count, max(took, 1e-9), predicted[name]) for name, took in times.items()]
             exact = {name: predicted[name] for name, keeps in self.exact.items() if keeps}
             auto = choose(count, exact, [t for t in self.trials if self.exact[t.name]], USUAL)
