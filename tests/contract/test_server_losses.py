@@ -271,3 +271,65 @@ def test_an_owner_that_has_copies_only_makes_up_for_an_update_that_the_others_fi
 
     for one in trained(setting, teams, partial(ParameterServer, copies=2), each=each):
         assert_same(one, by_all_reduce(setting))
+
+
+@pytest.mark.parametrize("when", ["while slices are shared out", "when they are"])
+@pytest.mark.parametrize("lost", [2, 3])
+@pytest.mark.parametrize("optimizer", ["adamw", "plain"])
+def test_a_server_may_be_lost_right_after_a_worker_that_was_lost_while_weights_were_sent(
+    optimizer: str, lost: int, when: str
+) -> None:
+    """Of step 2, one worker has the weights and another has not, and copies them in a generation that makes no step."""
+    setting = Setting(optimizer, steps=5)
+    teams = [team(1, [0, 1, 4], [2, 3]), team(2, [0, 1], [2, 3]), team(3, [0, 1], [5 - lost])]
+    together = threading.Barrier(4)
+
+    def life(number: int) -> dict[str, Any] | None:
+        replica = Replica(comms[number], setting, partial(ParameterServer, copies=2))
+        meet(replica, teams[0], holds=False)
+        replica.strategy.configure(teams[0])
+        for step in (0, 1):
+            replica.step(teams[0], step)
+        replica.follow_schedule(2)
+        replica.reduce(teams[0], 2)
+        if number == 4:
+            return None
+        if number != 1:
+            replica.strategy.step(replica.loss, lambda: 0.0)
+            replica.losses.append(replica.loss)
+        together.wait(20)
+        meet(replica, teams[1], holds=number != 1)
+        together.wait(20)
+        if when == "when they are":
+            replica.strategy.configure(teams[1])
+        elif number == lost:
+            abort(3)
+        else:
+            with pytest.raises(PeerLost):
+                replica.strategy.configure(teams[1])
+        if number == lost:
+            return None
+        meet(replica, teams[2], holds=True)
+        replica.strategy.configure(teams[2])
+        for step in (3, 4):
+            replica.step(teams[2], step)
+        return replica.result()
+
+    with network("threads", 15) as net:
+        comms = net.comms(range(5))
+
+        def abort(generation: int) -> None:
+            for comm in comms.values():
+                comm.abort(generation)
+
+        found = in_threads([partial(life, number) for number in comms], 40)
+    results = [one for one in found if one is not None]
+    assert len(results) == 3
+    for one in results:
+        assert_same(one, by_all_reduce(setting))
+
+
+def meet(replica: Replica, membership: Membership, holds: bool) -> None:
+    replica.strategy.configure(None)
+    replica.comm.reconfigure(membership)
+    heal(replica, holds)
