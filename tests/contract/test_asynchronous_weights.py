@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from counted_bytes import LAYER, sent_in_a_round
-from racing_rounds import MICROBATCHES, ROWS, TURNS, Replica, lives, sized
+from racing_rounds import LONGEST_S, MICROBATCHES, ROWS, TURNS, Replica, lives, sized
 from ranks import in_threads, network
 from torch import Tensor, nn
 
+from unisono.comm.asking import Words
 from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.clock import Piece
+from unisono.parallel.owner import Owner
 from unisono.parallel.strategy import Microbatch
 from unisono.parallel.views import owned_by
 
@@ -77,6 +80,37 @@ def test_what_is_pulled_has_seen_every_update_that_was_acknowledged_before_the_p
     lives(membership, life, None, slow=[1])
     assert looked[0] > TURNS * workers
     assert not missing
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (3, 2), (2, 0)])
+def test_what_is_pushed_may_come_late_but_a_worker_has_all_of_its_own_updates_but_the_last(
+    workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    membership, tell = sized(workers, servers), Owner._tell_news
+
+    def tell_late(owner: Owner, rank: int, question: Words) -> Words:
+        time.sleep(4 * LONGEST_S)
+        return tell(owner, rank, question)
+
+    def life(replica: Replica) -> tuple[int, int]:
+        begin, own, missing = replica.strategy._begin_piece, list[Piece](), list[int]()
+
+        def look(piece: Piece) -> None:
+            seen = replica.model.seen()
+            lacks = [(seen[one.turn, one.first : one.last] != ROWS).any().item() for one in own]
+            missing.append(sum(lacks))
+            assert not any(lacks[:-1]), f"{piece} began without {own[lacks.index(True)]}, and has {own}"
+            own.append(piece)
+            begin(piece)
+
+        replica.strategy._begin_piece = look  # type: ignore[method-assign]
+        replica.round(membership)
+        return len(missing), sum(missing)
+
+    monkeypatch.setattr(Owner, "_tell_news", tell_late)
+    found = lives(membership, life, None, fresh="push")[:workers]
+    assert sum(pieces for pieces, _ in found) == TURNS * workers
+    assert not servers or sum(missing for _, missing in found) > workers, "the last one was waited for too"
 
 
 @FRESH

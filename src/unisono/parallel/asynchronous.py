@@ -283,18 +283,20 @@ class Asynchronous(ParameterServer):
     def _push(self, piece: Piece) -> None:
         gradients = self._gradients
         assert gradients is not None
+        assert self._source is not None
         loss = self._loss / self._share if self._share else 0.0
         counts = self._nominal if self._share and math.isfinite(loss) else 0.0
         draw = self._coding.draw("codes of gradients", self._round, *piece)
         if counts:
             self._prepare(piece, gradients)
-        asked = []
+        asked = {}
         for rank in self._membership.owners:
             vectors = [*self._slices_of(rank, gradients, draw), flags(gradients.used)] if counts else []
             words = Words(PUSH, (self._holdings.known[rank], *piece, bits(counts), bits(loss), draw), vectors)
-            asked.append(self._begin_asking(rank, words))
-        for wait in asked:
+            asked[rank] = self._begin_asking(rank, words)
+        for rank, wait in asked.items():
             answer = wait()
+            self._source.made(rank, *answer.numbers)
             for told in answer.vectors:
                 self._outgoing.made(places_in(told.tolist()))
         self._outgoing.under_way = None

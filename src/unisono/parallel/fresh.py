@@ -2,8 +2,9 @@
 """How the newest weights come to a worker that does not wait for others: the worker's half of sending weights.
 
 `Pulled`: it fetches them together with each piece. `Pushed`: it subscribes, owners send what changes while it computes,
-and it begins each piece with what has come; where that might break the bound, it waits until it has the newest. Either
-way a slice that it has is not sent again. Made for every round by `asynchronous`; who answers is `owner`.
+and it begins each piece with what has come, but not without its own updates except the last; where that might break
+the bound, it waits until it has the newest. Either way a slice that it has is not sent again. Made for every round by
+`asynchronous`; who answers is `owner`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class Source(Protocol):
     def next_piece(self, finished: Piece | None) -> Piece | None:
         """What to compute now, with the model on fresh weights; None: the round is over."""
 
+    def made(self, rank: int, update: int) -> None:
+        """What we pushed to this owner last was this update."""
+
     def end(self) -> None:
         """When the owners have heard that nothing more will be asked, or the generation is over."""
 
@@ -92,6 +96,9 @@ class Pulled:
             self._end_pulling(self._begin_pulling(others))
         self._complete = oldest
         return Piece(turn, start, stop)
+
+    def made(self, rank: int, update: int) -> None:
+        """Whatever we are given later has it."""
 
     def end(self) -> None:
         return None
@@ -175,6 +182,7 @@ class Pushed:
     def __init__(self, comm: Comm, ask: Ask, known: dict[int, int], put: Put, bound: int | None) -> None:
         self._ask, self._known, self._put, self._bound = ask, known, put, bound
         self._complete = 0  # our weights have seen everything before this step
+        self._last, self._due = dict[int, int](), dict[int, int]()  # of each owner: our last update, the one before
         self._first = next(iter(known))
         self._own = Pulled(ask, known, put, None)
         self._own_rank = [rank for rank in known if rank == comm.rank]
@@ -185,7 +193,7 @@ class Pushed:
         if answer.what == OVER:
             return None
         turn, start, stop, oldest, _ = answer.numbers
-        wanted = dict.fromkeys(self._subscriptions, 0)
+        wanted = {rank: self._due.get(rank, 0) for rank in self._subscriptions}
         if self._bound is not None and turn - self._bound > self._complete:
             asked = {rank: self._ask(rank, Words(NEWEST)) for rank in wanted}
             wanted = {rank: wait().numbers[0] for rank, wait in asked.items()}
@@ -194,6 +202,11 @@ class Pushed:
             self._known[rank] = self._subscriptions[rank].receive(self._put, updates)
         self._own._end_pulling(self._own._begin_pulling(self._own_rank))
         return Piece(turn, start, stop)
+
+    def made(self, rank: int, update: int) -> None:
+        """One of our own updates may be on its way while we compute. With any number, a listener that got no turn for a
+        while would have us go the same way many times."""
+        self._due[rank], self._last[rank] = self._last.get(rank, 0), update
 
     def end(self) -> None:
         for subscription in self._subscriptions.values():

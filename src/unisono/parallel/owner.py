@@ -157,10 +157,11 @@ class Owner:
             if question.what == PULL:
                 return Words(WEIGHTS, *self._fresh(rank, known))
             made = self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
+            updates = self._tallies.updates
         with self._news:
             self._news.notify_all()
         told = [number for place in made for number in place] if self._manner.coding.feedback else []
-        return Words(SEEN, (), [torch.tensor(told)] if told else [])
+        return Words(SEEN, (updates,), [torch.tensor(told)] if told else [])
 
     def _tell_news(self, rank: int, question: Words) -> Words:
         """Weights as soon as there are newer ones than the worker has."""
