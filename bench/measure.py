@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import shlex
 import signal
@@ -257,5 +258,19 @@ def save(name: str, values: dict[str, Any], markdown: str, quick: bool) -> Path:
         number += 1
         path = folder / f"{stem}-{number}.md"
     path.write_text(markdown + "\n")
-    path.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+    path.with_suffix(".json").write_text(compact(values) + "\n")
     return path
+
+
+def compact(values: dict[str, Any]) -> str:
+    """JSON with six digits of every number, and a list of numbers on one line."""
+    text = json.dumps(_rounded(values), indent=1)
+    return re.sub(r"\[\s+([-+.,\deE\s]+)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list | tuple) else value

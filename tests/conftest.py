@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every test that starts processes: nothing that it started may outlive it.
+"""For every test that starts processes: nothing that it started may outlive it. And what tests of all kinds share.
 
-Applies to tests/multiproc, tests/chaos and tests/e2e without being asked for. Import the helper that starts things
-with ``from multiproc.running import run_unisono``; this folder is on the path.
+The first applies to tests/multiproc, tests/chaos and tests/e2e without being asked for. Import the helper that starts
+things with ``from multiproc.running import run_unisono``; this folder is on the path.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from multiproc.running import MARK, gone_within, left_behind
 
@@ -28,6 +29,15 @@ _GONE_WITHIN_S = 2.0
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started behind a shell: what we start would ignore Ctrl-C too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def one_thread_each() -> Iterator[None]:
+    """Where ranks are threads: with more of torch's own each, they would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

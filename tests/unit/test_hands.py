@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,16 +29,7 @@ def test_shares_are_all_of_it_in_order_and_begin_where_vector_instructions_do(
     assert len(found) == 1 or max(high - low for low, high in found) >= 1 << 19
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As servers have: with more of torch's own, the last elements of each part have other bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
+@pytest.mark.usefixtures("one_thread_each")  # as servers have: with more, the last elements of parts have other bits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_cut_work_comes_to_the_bits_of_one_piece(dtype: torch.dtype) -> None:
     length = 3_000_037
