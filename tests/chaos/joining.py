@@ -118,7 +118,9 @@ class Lab:
         self, host: Host, run: HostProcess, *options: str, folder: Path | None = None, **env: str | None
     ) -> HostProcess:
         address, secret = line_of(run)
-        return host.start([*UNISONO, "join", address, "--secret", secret, *options], folder or self.folder, env)
+        command = [*UNISONO, "join", address, "--secret", secret, *options]
+        run.beside.append(agent := host.start(command, folder or self.folder, env))
+        return agent
 
     def go(self) -> None:
         """No more waiting in the steps that are left."""

@@ -131,6 +131,7 @@ def test_workers_are_added_while_others_die(calm: Calm, tmp_path: Path) -> None:
         run.until_members(0, 1, 2)
         run.kill(1)
         run.until_members(0, 2)
+        run.until_step(faults[0].step)  # whoever is added now copies the state where the donor's fault lies
         assert "from 2 to 4 workers" in run_command(tmp_path, "scale", "chaos", "4").output
         run.kill(3)
         run.until_members(2, 4)

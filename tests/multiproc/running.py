@@ -80,6 +80,7 @@ class Started:
         numbers = (n for n in range(1, 1000) if not (folder / f"output-{n}.txt").exists())
         self.output_file = folder / f"output-{next(numbers)}.txt"
         self.started_s = time.monotonic()
+        self.beside: list[Started] = []  # other commands that have to do with it: a failure's message has them too
         self._found: Path | None = None
         with self.output_file.open("wb") as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
@@ -170,7 +171,8 @@ class Started:
         return finished
 
     def _fail_for_time(self, why: str) -> None:
-        self.dump_stacks()
+        for one in (*self.beside, self):
+            one.dump_stacks()
         self.end()
         pytest.fail(f"{why}: {' '.join(self.command)}\n{self.report()}")
 
@@ -197,7 +199,12 @@ class Started:
         run_dir = self.run_dir
         for log in sorted(RunDir(run_dir).logs.glob("*.log")) if run_dir else []:
             parts += [f"--- {log.name}", _end_of(log.read_text(errors="replace"))]
-        return "\n".join(parts)
+        return "\n".join([*parts, *(f"=== beside it, {other.state}:\n{other.report()}" for other in self.beside)])
+
+    @property
+    def state(self) -> str:
+        code = self.process.poll()
+        return "still running" if code is None else f"ended with {code}"
 
 
 def _end_of(log: str) -> str:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -43,6 +45,34 @@ def test_a_look_at_the_stack_keeps_nothing_of_it_alive() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+RUBBISH = """
+import gc, threading
+from unisono.elastic.activity import Activity, Pulse
+
+class Node: pass
+
+def litter():  # only the collector can clear it away, and it asks for a lock of the interpreter's when it goes
+    node = Node()
+    node.itself, node.own = node, threading.local()
+    node.own.value = 1
+
+pulse = Pulse(7, Activity(), print)
+gc.collect()
+for _ in range(20):
+    litter()
+_ = [{} for _ in range(80)]
+_ = None  # dictionaries to take up again: the next that Python must make anew is a frame, in the middle of the look
+gc.set_threshold(1)
+print(pulse.status().worker, gc.isenabled())
+"""
+
+
+def test_a_look_at_the_stack_does_not_stand_still_over_garbage() -> None:
+    """In a process of its own: nothing, not even a time-out, would get a word in."""
+    done = subprocess.run([sys.executable, "-c", RUBBISH], capture_output=True, text=True, timeout=30)
+    assert done.stdout == "7 True\n", done.stderr
 
 
 def test_a_frame_that_is_between_two_lines_is_named_without_one() -> None:

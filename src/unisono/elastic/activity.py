@@ -7,6 +7,7 @@ other workers. So nothing on the way of a step has to say so, and a step costs a
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -102,7 +103,7 @@ class Pulse:
             self.tell(self.status())
 
     def status(self) -> m.Status:
-        frames = sys._current_frames()
+        frames = _frames_of_all_threads()
         frames.pop(threading.get_ident(), None)  # our own would hold itself, and with it what the others' frames hold
         waits = is_waiting(frames.get(self._main)) or self._lockstep_waits(frames)
         now = (self.activity.doing, self.activity.step, self.activity.generation, waits, self.activity.moved())
@@ -130,6 +131,19 @@ class Pulse:
             for thread in threading.enumerate()
             if thread.name.startswith("unisono-lockstep")
         )
+
+
+def _frames_of_all_threads() -> dict[int, FrameType]:
+    """Before 3.11.9, Python may collect garbage in the middle of it, holding a lock that garbage asks for again (a
+    `threading.local` does when it goes): all threads of the worker would then stand still for ever (CPython's issue
+    106883)."""
+    if sys.version_info >= (3, 11, 9) or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
 
 
 def is_waiting(frame: FrameType | None) -> bool:
