@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter servers: Unisono against PyTorch's RPC tutorial and against the example in Ray's documentation.
+"""Parameter servers: Unisono against PyTorch's RPC tutorial and against the example in Ray's documentation, both as
+they stand there and with what we would do about their speed.
 
 python bench/ps.py --ray-python PATH --rounds 1  # all parts; --quick only shows that it works
 python bench/ps.py --part slow --only unisono rpc
@@ -7,7 +8,7 @@ python bench/ps.py --part slow --only unisono rpc
 Part `push`: GB/s of gradients pushed and weights pulled without any computing: the gradient is ready, 40 MB of it. Part
 `speed`: steps per second of a training that computes. Both synchronous and asynchronous, for 1, 2 and 4 workers and 1
 and 2 servers. Part `slow`: one worker slowed fivefold, and the final loss. The systems take turns. Goal: 3 times both
-peers. One round of the first two parts takes about 20 minutes on a quiet machine of two cores.
+peers as they are documented. One round of the first two parts takes about half an hour on a quiet machine of two cores.
 
 Ray lives in an environment of its own with the same torch: see bench/recovery.py for how to make it. Give its python as
 --ray-python or in RAY_PYTHON.
@@ -22,11 +23,10 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from measure import (
     BENCH,
@@ -34,28 +34,18 @@ from measure import (
     Failed,
     Word,
     clean_up_on_sigterm,
-    describe_setting,
     median,
     note,
     run,
     save,
     setting,
-    table,
-    verdict,
 )
+from ps_report import OTHERS, PARTS, STALENESS, SYSTEMS, WARMUP, Entry, report
 from workload_ps_model import READY, WORKS
 
-GOAL = 3.0  # times each peer
 SLOWER = 5.0
-STALENESS = {"synchronous": "0", "bounded": "4", "asynchronous": "inf"}
-SYSTEMS = {"unisono": "Unisono", "rpc": "RPC", "ray": "Ray"}
-PEERS = ("rpc", "ray")
-PARTS = {"push": "Push and pull, nothing computed", "speed": "Training"}
 QUICK_PUSHES = 96  # Unisono tells of asynchronous steps 16 at a time, and two tellings are needed
 ALONE_PUSHES = 32
-WARMUP = 0.2  # of a run's pushes
-
-Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,20 +99,21 @@ def run_once(system: str, case: Case, mode: str, options: argparse.Namespace) ->
     """Pushes a second behind the warm-up, and the final loss."""
     with tempfile.TemporaryDirectory(prefix="ps-") as name:
         folder = Path(name)
+        tuned = ["--tuned"] if system.endswith("-tuned") else []
         if system == "unisono":
             result = run_unisono(case, mode, folder, options.timeout_s)
-        elif system == "rpc":
+        elif system.startswith("rpc"):
             processes = str(case.servers + case.workers)
             launcher: list[Word] = [BIN / "torchrun", "--standalone", "--nproc-per-node", processes]
             script = BENCH / "workload_ps_rpc.py"
-            result = run_peer(case, mode, folder, options.timeout_s, [*launcher, script])
+            result = run_peer(case, mode, folder, options.timeout_s, [*launcher, script, *tuned])
         else:
             own = {
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_TOKEN": uuid.uuid4().hex,  # else it writes one into the home directory
                 "PYTHONPATH": str(BENCH),
             }
-            launcher = [options.ray_python, BENCH / "workload_ps_ray.py"]
+            launcher = [options.ray_python, BENCH / "workload_ps_ray.py", *tuned]
             result = run_peer(case, mode, folder, options.timeout_s, launcher, **own)
     counted = [mark for mark in result.pop("marks") if mark[0] >= WARMUP * case.pushes]
     if len(counted) < 2 or counted[-1][0] != case.pushes:
@@ -151,7 +142,7 @@ def measure_case(case: Case, modes: Sequence[str], options: argparse.Namespace) 
     for number in range(1, options.rounds + 1):
         for mode in modes:
             for system in options.only:
-                if mode == "bounded" and system in PEERS:
+                if mode == "bounded" and system in OTHERS:
                     continue
                 where = f"{case}, round {number}/{options.rounds}, {system} {mode}"
                 try:
@@ -189,138 +180,6 @@ def computing_alone(model: str, options: argparse.Namespace) -> float:
     return median(seconds[len(seconds) // 4 :])
 
 
-def figure(entry: Entry, mode: str, system: str, key: str, digits: int) -> str:
-    found = entry["summary"].get(mode, {}).get(system)
-    return f"{found[key]:.{digits}f}" if found else "–"
-
-
-def over(entry: Entry, mode: str, peer: str) -> float | None:
-    found = entry["summary"].get(mode, {})
-    if "unisono" not in found or peer not in found:
-        return None
-    return float(found["unisono"]["steps_per_s"] / found[peer]["steps_per_s"])
-
-
-PUSH_HEADER = (
-    "workers", "servers", "mode", *(f"{name} GB/s" for name in SYSTEMS.values()),
-    *(f"Unisono/{SYSTEMS[peer]} (goal ≥ {GOAL:g})" for peer in PEERS),
-    *(f"{name} processor ms/push" for name in SYSTEMS.values()), "busy elsewhere",
-)  # fmt: skip
-SPEED_HEADER = ("model", *(word.replace("GB/s", "steps/s") for word in PUSH_HEADER))
-SLOW_HEADER = ("one slow worker", "mode", "steps/s", "GB/s", "/ own synchronous", "Unisono / it", "final loss")
-
-
-def push_rows(entry: Entry) -> Iterator[list[str]]:
-    return _rows(entry, "gb_per_s")
-
-
-def speed_rows(entry: Entry) -> Iterator[list[str]]:
-    return ([entry["case"]["model"], *row] for row in _rows(entry, "steps_per_s"))
-
-
-def _rows(entry: Entry, key: str) -> Iterator[list[str]]:
-    case = entry["case"]
-    for mode, by_system in entry["runs"].items():
-        ratios = [over(entry, mode, peer) for peer in PEERS]
-        busy = [one["elsewhere"] for results in by_system.values() for one in results]
-        yield [
-            str(case["workers"]),
-            str(case["servers"]),
-            mode,
-            *(figure(entry, mode, system, key, 2) for system in SYSTEMS),
-            *("–" if ratio is None else verdict(ratio, GOAL) for ratio in ratios),
-            *(figure(entry, mode, system, "processor_ms", 1) for system in SYSTEMS),
-            f"{min(busy):.0%} to {max(busy):.0%}" if busy else "–",
-        ]
-
-
-def slow_rows(entry: Entry) -> Iterator[list[str]]:
-    for system, name in SYSTEMS.items():
-        for mode in STALENESS:
-            found = entry["summary"].get(mode, {}).get(system)
-            if found is None:
-                continue
-            own = entry["summary"].get("synchronous", {}).get(system)
-            ratio = over(entry, mode, system) if system in PEERS else None
-            yield [
-                name,
-                mode if mode != "bounded" else f"bounded, staleness {STALENESS[mode]}",
-                figure(entry, mode, system, "steps_per_s", 2),
-                figure(entry, mode, system, "gb_per_s", 3),
-                f"{found['steps_per_s'] / own['steps_per_s']:.2f}" if own else "–",
-                "–" if ratio is None else f"{ratio:.2f}",
-                figure(entry, mode, system, "loss", 4),
-            ]
-
-
-def goals(speed: Sequence[Entry]) -> list[str]:
-    """For each model and peer: the worst case against the goal, and the middle one."""
-    lines = []
-    for model in dict.fromkeys(entry["case"]["model"] for entry in speed):
-        for peer in PEERS:
-            ratios = [
-                ratio
-                for entry in speed
-                if entry["case"]["model"] == model
-                for mode in entry["runs"]
-                if (ratio := over(entry, mode, peer)) is not None
-            ]
-            shown = "no figures of both"
-            if ratios:
-                shown = f"worst of {len(ratios)} cases {verdict(min(ratios), GOAL)}, median {median(ratios):.2f}"
-            lines.append(f"- goal, {model}: Unisono at least {GOAL:g} times {SYSTEMS[peer]}: {shown}")
-    return lines
-
-
-def report(where: Entry, found: dict[str, list[Entry]], alone_s: dict[str, float], options: argparse.Namespace) -> str:
-    everything = [entry for entries in found.values() for entry in entries]
-    as_documented = "actors for the server and the workers, as in Ray's documentation"
-    ray = f"{options.ray_version}, {as_documented}" if options.ray_version else "not installed"
-    sizes = [
-        f"- {model}: {WORKS[model].parameter_bytes() / 1e6:.1f} MB of parameters, {WORKS[model].piece} samples a push, "
-        f"SGD; computing alone takes one core {seconds * 1e3:.1f} ms a push"
-        for model, seconds in alone_s.items()
-    ]
-    runs = [by_system for entry in everything for by_system in entry["runs"].values()]
-    busy = [one["elsewhere"] for by_system in runs for results in by_system.values() for one in results]
-    lines = [
-        f"# Parameter servers, {where['date'][:10]}",
-        "",
-        describe_setting(where),
-        "- RPC: torch.distributed.rpc on TensorPipe, push and pull in one call, gradients added up under a lock, as in "
-        "PyTorch's tutorials",
-        f"- Ray: {ray}",
-        *sizes,
-        f"- method: {options.rounds} rounds, taking turns; medians; without the first {WARMUP:.0%} of a run's pushes",
-        f"- other programs used {median(busy):.0%} of the machine meanwhile, {max(busy):.0%} in the worst run"
-        if busy
-        else "- no run finished",
-    ]
-    for part, (header, rows) in {"push": (PUSH_HEADER, push_rows), "speed": (SPEED_HEADER, speed_rows)}.items():
-        if found[part]:
-            lines += ["", f"{PARTS[part]}:", "", table(header, [row for entry in found[part] for row in rows(entry)])]
-    for entry in found["slow"]:
-        case = entry["case"]
-        lines += [
-            "",
-            f"One of {case['workers']} workers computes {case['slower']:g} times slower; {case['model']}, "
-            f"{case['servers']} server{'s' if case['servers'] > 1 else ''}, {case['pushes']} pushes:",
-            "",
-            table(SLOW_HEADER, list(slow_rows(entry))),
-        ]
-    lines += [
-        "",
-        "A step is one push of every worker, whoever makes them. GB/s: gradients pushed and weights pulled, over all "
-        "workers: 2 × parameter bytes × pushes a second. Processor time: of all processes of a system. Every run "
-        "trains on the same pieces of data, each once. The loss is that of the final weights on samples that nobody "
-        "trains on.",
-        "",
-        *goals([*found["push"], *found["speed"]]),
-    ]
-    failures = [f"- {text.splitlines()[0]}" for entry in everything for text in entry["failures"]]
-    return "\n".join([*lines, *(["", "Failed runs:", "", *failures] if failures else [])])
-
-
 def version_of_ray(python: Path | None) -> str:
     """Empty where it is not installed."""
     code = "from importlib.metadata import version as v; print('ray', v('ray') + ', torch', v('torch'))"
@@ -352,9 +211,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.quick:
         options.pushes = options.pushes or QUICK_PUSHES
     options.ray_version = version_of_ray(options.ray_python)
-    if "ray" in options.only and not options.ray_version:
+    if "ray" in {system.partition("-")[0] for system in options.only} and not options.ray_version:
         note("Ray is not installed: nothing at --ray-python has it together with torch")
-        options.only.remove("ray")
+        options.only = [system for system in options.only if not system.startswith("ray")]
     return options
 
 

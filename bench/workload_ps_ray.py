@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer: a parameter server in the shape of the example in Ray's documentation.
+"""A peer: a parameter server the way the example in Ray's documentation has it; and one that we have tuned.
 
 python bench/workload_ps_ray.py --workers 2 --model mlp --pushes 64 --out DIR        # Ray's environment
 
 An actor holds the weights and applies gradients; workers are actors that get weights and give gradients; this script
 passes references to both from one to the other. Synchronous: all workers, then the server. Asynchronous: whoever is
-ready. Several servers (the example has one) hold whole tensors each. Arrays travel as numpy's, which Ray does not
-pickle. Brings its own local cluster. Started by ps.py; measures nothing itself.
+ready. Gradients travel as numpy's arrays, are stacked and summed; weights as a dictionary of tensors, as `state_dict`
+has them. ``--tuned``: nothing is stacked, and weights are numpy's too, which Ray does not pickle. Several servers (the
+example has one) hold whole tensors each. Brings its own local cluster. Started by ps.py; measures nothing itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,29 +32,41 @@ OBJECT_STORE_BYTES = 3 << 30
 LEAVE_S = 20.0
 
 Arrays = list[np.ndarray[Any, Any]]
+Weights = dict[str, Tensor] | Arrays
 
 
 @ray.remote
 class ParameterServer:
-    def __init__(self, model: str, number: int, servers: int, workers: int) -> None:
+    def __init__(self, model: str, number: int, servers: int, workers: int, tuned: bool) -> None:
         torch.set_num_threads(1)
-        work = WORKS[model]
-        parameters = list(work.build().parameters())
-        self.held = [parameters[index] for index in shares(parameters, servers)[number]]
-        self.optimizer = torch.optim.SGD(self.held, lr=work.learning_rate / workers)
+        self.work, self.tuned = WORKS[model], tuned
+        self.model = self.work.build()
+        parameters = list(self.model.named_parameters())
+        some = shares([parameter for _, parameter in parameters], servers)[number]
+        self.held = dict(parameters[index] for index in some)
+        self.optimizer = torch.optim.SGD(self.held.values(), lr=self.work.learning_rate / workers)
         self.pushed = 0
         self.marks: list[tuple[int, float]] = []
 
-    def apply_gradients(self, *gradients: Arrays) -> Arrays:
-        for parameter, arrays in zip(self.held, zip(*gradients, strict=True), strict=True):
-            parameter.grad = torch.from_numpy(arrays[0] if len(arrays) == 1 else np.add.reduce(arrays))
+    def apply_gradients(self, *gradients: Arrays) -> Weights:
+        summed = [self.sum_of(arrays) for arrays in zip(*gradients, strict=True)]
+        self.optimizer.zero_grad()
+        for parameter, array in zip(self.held.values(), summed, strict=True):
+            parameter.grad = torch.from_numpy(array)
         self.optimizer.step()
         self.pushed += len(gradients)
         self.marks.append((self.pushed, time.time()))
         return self.get_weights()
 
-    def get_weights(self) -> Arrays:
-        return [parameter.detach().numpy() for parameter in self.held]
+    def sum_of(self, arrays: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        if not self.tuned:
+            return np.stack(arrays).sum(axis=0)
+        return arrays[0] if len(arrays) == 1 else np.add.reduce(arrays)
+
+    def get_weights(self) -> Weights:
+        if self.tuned:
+            return [parameter.detach().numpy() for parameter in self.held.values()]
+        return {name: value.cpu() for name, value in self.model.state_dict().items() if name in self.held}
 
     def when(self) -> list[tuple[int, float]]:
         return self.marks
@@ -66,12 +79,18 @@ class DataWorker:
         self.replica = Replica(WORKS[model], pushes, slower)
         self.held = shares(self.replica.parameters, servers)
 
-    def set_weights(self, weights: tuple[Arrays, ...]) -> None:
-        for some, arrays in zip(self.held, weights, strict=True):
-            for index, array in zip(some, arrays, strict=True):
+    def set_weights(self, weights: Sequence[Weights]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for some, part in zip(self.held, weights, strict=True):
+            if isinstance(part, dict):
+                tensors |= part
+                continue
+            for index, array in zip(some, part, strict=True):
                 np.copyto(self.replica.parameters[index].detach().numpy(), array)
+        if tensors:
+            self.replica.model.load_state_dict(tensors)
 
-    def compute_gradients(self, piece: int, *weights: Arrays) -> Any:
+    def compute_gradients(self, piece: int, *weights: Weights) -> Any:
         """One list of arrays for each server."""
         self.set_weights(weights)
         arrays = [gradient.numpy() for gradient in self.replica.gradients(piece)]
@@ -115,7 +134,7 @@ def asked(worker: Any, piece: int, weights: list[Any]) -> list[Any]:
 
 def train(options: argparse.Namespace) -> None:
     servers = [
-        ParameterServer.remote(options.model, number, options.servers, options.workers)
+        ParameterServer.remote(options.model, number, options.servers, options.workers, options.tuned)
         for number in range(options.servers)
     ]
     workers = [
@@ -127,9 +146,9 @@ def train(options: argparse.Namespace) -> None:
     (asynchronous if options.asynchronous else synchronous)(servers, workers, options.pushes)
     parameters: list[Tensor] = list(WORKS[options.model].build().parameters())
     held = shares(parameters, len(servers))
-    for some, arrays in zip(held, ray.get([server.get_weights.remote() for server in servers]), strict=True):
-        for index, array in zip(some, arrays, strict=True):
-            parameters[index] = torch.tensor(array)
+    for some, part in zip(held, ray.get([server.get_weights.remote() for server in servers]), strict=True):
+        for index, value in zip(some, part.values() if isinstance(part, dict) else part, strict=True):
+            parameters[index] = torch.as_tensor(value).clone()
     write_result(options.out, ray.get(servers[0].when.remote()), final_loss(WORKS[options.model], parameters))
 
 
@@ -167,7 +186,9 @@ def await_end(processes: Iterable[int]) -> None:
 
 
 def main() -> None:
-    options = parser_of_options().parse_args()
+    parser = parser_of_options()
+    parser.add_argument("--tuned", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     # One CPU more than actors: the cores are shared anyway, and nothing waits for a place.
     ray.init(

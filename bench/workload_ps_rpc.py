@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer: a parameter server in the shape of PyTorch's RPC tutorials, on TensorPipe.
+"""A peer: a parameter server the way PyTorch's tutorial on batched RPC has it, on TensorPipe; and a tuned one.
 
 torchrun --standalone --nproc-per-node 3 bench/workload_ps_rpc.py --workers 2 --model mlp --pushes 64 --out DIR
 
-The server is an nn.Module. A trainer pushes its gradients by calling a method of it and gets the new weights as the
-answer; the method adds up under a lock, and the push that completes an update runs the optimizer and answers all who
-wait. Asynchronous: every push completes one. Several servers hold whole tensors each. Rank 0 is the first server and
-starts the trainers. Started by ps.py; measures nothing itself.
+A trainer pushes its gradients by calling a method of the server and gets the model as the answer. The method adds to
+gradients that are kept, under a lock; the push that completes an update divides them, runs the optimizer, clears them
+and answers all who wait. ``--tuned``: the first gradient of an update is taken as it came, nothing is divided or
+cleared, and weights travel without a module around them. Asynchronous: every push completes an update. Several servers
+(the tutorial has one) hold whole tensors each. Rank 0 is the first server and starts the trainers. Started by ps.py;
+measures nothing itself.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,27 +27,50 @@ from workload_ps_model import WORKS, Replica, final_loss, parser_of_options, sha
 
 PATIENCE_S = 3600  # one call is a trainer's whole work; ps.py has the hard limit
 
-Answer = tuple[list[Tensor], int]  # the weights, and the piece to go on with (synchronous: the first of the step)
+Answer = tuple[Iterable[Tensor], int]  # weights, and the piece to go on with (synchronous: the first of the step)
 
 
-class ParameterServer(nn.Module):
+class ParameterServer:
+    """As in the tutorial."""
+
     def __init__(self, model: str, number: int, servers: int, workers: int, asynchronous: bool) -> None:
-        super().__init__()
         work = WORKS[model]
         parameters = list(work.build().parameters())
         self.held = nn.ParameterList([parameters[index] for index in shares(parameters, servers)[number]])
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=work.learning_rate / workers)
-        self.lock = threading.Lock()
         self.completes = 1 if asynchronous else workers
+        self.optimizer = torch.optim.SGD(self.held.parameters(), lr=self.rate(work.learning_rate, workers))
+        self.lock = threading.Lock()
         self.waiting: torch.futures.Future[Answer] = torch.futures.Future()
         self.pushed, self.handed_out = 0, workers
         self.marks: list[tuple[int, float]] = []
+        self.clear()
 
-    def weights(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.held]
+    def rate(self, learning_rate: float, workers: int) -> float:
+        """Of a gradient that is divided by the pushes of an update."""
+        return learning_rate * self.completes / workers
+
+    def clear(self) -> None:
+        for parameter in self.held:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self.held, gradients, strict=True):
+            parameter.grad += gradient
+
+    def update(self) -> None:
+        for parameter in self.held:
+            parameter.grad /= self.completes
+        self.optimizer.step()
+        self.clear()
+
+    def weights(self) -> Iterable[Tensor]:
+        """The module itself."""
+        return self.held
 
     @staticmethod
-    def fetch(server: rpc.RRef[ParameterServer]) -> list[Tensor]:
+    def fetch(server: rpc.RRef[ParameterServer]) -> Iterable[Tensor]:
         self: ParameterServer = server.local_value()
         return self.weights()
 
@@ -59,21 +84,41 @@ class ParameterServer(nn.Module):
     def push_and_fetch(server: rpc.RRef[ParameterServer], gradients: Sequence[Tensor]) -> torch.futures.Future[Answer]:
         self: ParameterServer = server.local_value()
         with self.lock:
-            for parameter, gradient in zip(self.held, gradients, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = gradient  # it has just come out of the message: nobody else has it
-                else:
-                    parameter.grad += gradient
+            self.add(gradients)
             self.pushed += 1
             answer = self.waiting
             if self.pushed % self.completes == 0:
-                self.optimizer.step()
-                self.optimizer.zero_grad(set_to_none=True)
+                self.update()
                 self.marks.append((self.pushed, time.time()))
                 self.waiting = torch.futures.Future()
                 answer.set_result((self.weights(), self.handed_out))
                 self.handed_out += self.completes
         return answer
+
+
+class Tuned(ParameterServer):
+    """With fewer passes over gradients."""
+
+    def rate(self, learning_rate: float, workers: int) -> float:
+        """Of a gradient that is not divided."""
+        return learning_rate / workers
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def add(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self.held, gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient  # it has just come out of the message: nobody else has it
+            else:
+                parameter.grad += gradient
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.clear()
+
+    def weights(self) -> Iterable[Tensor]:
+        return [parameter.detach() for parameter in self.held]
 
 
 def train(
@@ -88,9 +133,9 @@ def train(
     replica = Replica(WORKS[model], pushes, slower)
     held = shares(replica.parameters, len(servers))
 
-    def take(number: int, weights: Sequence[Tensor]) -> None:
+    def take(number: int, weights: Iterable[Tensor]) -> None:
         for index, value in zip(held[number], weights, strict=True):
-            replica.parameters[index].data = value
+            replica.parameters[index].data = value.detach()
 
     for which, server in enumerate(servers):
         take(which, rpc.rpc_sync(server.owner(), ParameterServer.fetch, args=(server,)))
@@ -111,7 +156,9 @@ def train(
 
 
 def main() -> None:
-    options = parser_of_options().parse_args()
+    parser = parser_of_options()
+    parser.add_argument("--tuned", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), options.servers + options.workers
     backend = rpc.TensorPipeRpcBackendOptions(rpc_timeout=PATIENCE_S)
@@ -120,7 +167,7 @@ def main() -> None:
         servers = [
             rpc.remote(
                 f"rank{number}",
-                ParameterServer,
+                Tuned if options.tuned else ParameterServer,
                 args=(options.model, number, options.servers, options.workers, options.asynchronous),
             )
             for number in range(options.servers)
@@ -140,7 +187,7 @@ def report(model: str, servers: Sequence[rpc.RRef[ParameterServer]], out: Path) 
     for server, some in zip(servers, shares(parameters, len(servers)), strict=True):
         fetched = rpc.rpc_sync(server.owner(), ParameterServer.fetch, args=(server,))
         for index, value in zip(some, fetched, strict=True):
-            parameters[index] = value
+            parameters[index] = value.detach()
     marks = rpc.rpc_sync(servers[0].owner(), ParameterServer.when, args=(servers[0],))
     write_result(out, marks, final_loss(WORKS[model], parameters))
 
