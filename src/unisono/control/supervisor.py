@@ -32,13 +32,7 @@ from unisono.control.local_workers import LocalWorkers, Site, Worker
 from unisono.control.outbox import Intake
 from unisono.control.timeline import write_timeline
 from unisono.core import events, process
-from unisono.core.errors import (
-    EXIT_CODES,
-    Interrupted,
-    UnisonoError,
-    WorkerLost,
-    from_dict,
-)
+from unisono.core.errors import EXIT_CODES, Interrupted, UnisonoError, WorkerLost, from_dict
 from unisono.core.progress import Progress
 from unisono.core.receipt_gathering import code_read, write_receipt
 from unisono.core.run_dir import DEFAULT_PARENT, Recorder, RunDir, needing_a_place, write_atomically
@@ -175,8 +169,7 @@ class Supervisor:
         self._start_coordinator(listening.address)
         control = {"pid": os.getpid(), "socket": self.coordinator.socket}
         write_atomically(self.run_dir.control, json.dumps(control) + "\n")
-        if listening.line:  # for the screen alone: it holds the secret
-            self.progress.handle(events.Notice(code="listening", text=listening.line))
+        self._invitation = listening.line
         self._start_workers()
         self._emit(code_read(self.spec.script))
         self.link.start()
@@ -298,6 +291,9 @@ class Supervisor:
             self.verdict = from_dict(message.failure)
         elif isinstance(message, m.Relay):
             self._on_relay(message)
+        elif isinstance(message, m.Welcome) and self._invitation:  # the coordinator is there: whoever comes finds it
+            text, self._invitation = self._invitation, ""  # for the screen alone: it holds the secret
+            self.progress.handle(events.Notice(code="listening", text=text))
 
     def _on_relay(self, message: m.Relay) -> None:
         """Of another machine's worker: in order, told until acknowledged, so it may come twice."""

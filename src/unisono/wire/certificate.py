@@ -27,6 +27,9 @@ class Certificate:
     def server_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        # Tickets come behind the handshake, when a client's thread may read them while another sends its first words;
+        # OpenSSL is not made for both at once, and one in some thousand connections was never answered.
+        context.num_tickets = 0
         self.load_into(context)
         return context
 
