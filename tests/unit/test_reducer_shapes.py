@@ -102,10 +102,10 @@ def test_hosts_are_told_apart(
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "expected"), [(0, 1), (1, 1), (15, 1), (16, 2), (25, 2), (47, 2), (48, 3), (256, 16)]
+    ("megabytes", "expected"), [(0, 1), (0.5, 1), (1, 2), (16, 2), (25, 2), (47, 2), (48, 3), (256, 16)]
 )
-def test_long_vectors_go_in_two_segments_or_in_segments_of_about_16_mb(megabytes: int, expected: int) -> None:
-    assert segments_of(megabytes << 20) == expected
+def test_vectors_from_1_mb_on_go_in_two_segments_or_in_segments_of_about_16_mb(megabytes: float, expected: int) -> None:
+    assert segments_of(int(megabytes * (1 << 20))) == expected
 
 
 def test_scratch_gives_the_same_memory_again_once_it_knows_how_much_is_needed() -> None:

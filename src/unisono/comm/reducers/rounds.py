@@ -22,7 +22,7 @@ from unisono.comm.sharing import Trade
 from unisono.comm.slicing import length_of
 
 SEGMENT_BYTES = 16 << 20  # a longer one costs memory to receive into, a shorter one more messages
-SHORTEST_BYTES = 8 << 20  # for two, which is enough to have both rounds under way
+SHORTEST_BYTES = 1 << 19  # for two, so that a slow link is not idle for a latency between the rounds
 _AHEAD = 2  # segments under way beside the one that is being added
 
 
