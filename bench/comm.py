@@ -181,7 +181,7 @@ def goal_line(text: str, ratios: Mapping[str, float], goal: float, at_least: boo
         return f"- {text}: not measured"
     missed = {point: ratio for point, ratio in ratios.items() if (ratio < goal if at_least else ratio > goal)}
     worst = (min if at_least else max)(ratios, key=lambda point: ratios[point])
-    said = f"- {text}: **{'missed' if missed else 'met'}** at {len(ratios) - len(missed)} of {len(ratios)} points"
+    said = f"- {text}: **{'missed' if missed else 'met'}**, met at {len(ratios) - len(missed)} of {len(ratios)} points"
     said += f"; worst {ratios[worst]:.2f} ({worst})"
     return said + "".join(f"\n  - missed: {point}: {ratio:.2f}" for point, ratio in missed.items())
 

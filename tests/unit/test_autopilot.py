@@ -68,6 +68,8 @@ def test_the_choice_does_not_depend_on_the_order_of_the_candidates(
         ({"direct": 1.0, "ring": 0.5}, {}, "ring"),
         ({"direct": 1.0, "ring": 0.99}, {}, "direct"),  # not worth changing
         ({"direct": 1.0, "ring": 0.5}, {"direct": 0.4, "ring": 0.6}, "direct"),  # the trial knows better
+        ({"direct": 1.0, "tree": 1.0}, {"direct": 1.0, "tree": 0.96}, "direct"),  # that may be noise
+        ({"direct": 1.0, "tree": 1.0}, {"direct": 1.0, "tree": 0.94}, "tree"),
         ({"direct": 1.0, "ring": 0.5, "tree": 0.6}, {"ring": 0.9, "tree": 0.7}, "tree"),
         ({"direct": 1.0, "ring": 3.1}, {"direct": 1.0, "ring": 0.1}, "direct"),  # it should not have been tried
         ({"ring": 1.0, "tree": 1.0}, {"ring": 2.0, "tree": 1.5}, "tree"),  # without the usual one

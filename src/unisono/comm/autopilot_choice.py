@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from unisono.core.comm_words import seconds_of
 
 WITHIN = 3.0  # times the best prediction: what is predicted to be slower is not even tried
-_WORTH_CHANGING = 0.97  # of the usual one's time: less of a gain may be noise
+_WORTH_CHANGING = 0.95  # of the usual one's time: less of a gain may be noise
 _WORTH_GUESSING = 0.8  # the same where it is only predicted
 _LEAST_TRIAL_S, _LAPS = 0.05, 50
 _NEAR = 2.0  # octaves: what a trial says about one candidate holds as far as this
