@@ -151,7 +151,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
                 wait(options.device)
                 self.step_s = (time.perf_counter() - self.started) / options.steps
 
-    fused = unisono.nn.LinearCrossEntropy(model.head)
+    fused = unisono.nn.LinearCrossEntropy(model.head, fp8=options.fp8_head)
 
     def fused_loss(model: nn.Module, pair: Any) -> Tensor:
         return fused(model.features(pair[0]), pair[1])
@@ -163,7 +163,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
         unisono.Trainer(
             model,
             adamw(model),
-            **({"objective": fused_loss} if options.fused_loss else {"loss": next_token_loss}),
+            **({"objective": fused_loss} if options.fused_loss or options.fp8_head else {"loss": next_token_loss}),
             data=unisono.Data(torch.utils.data.TensorDataset(*data), shuffle=False),
             batch_size=batch,
             max_steps=WARM_UP + options.steps,
@@ -207,6 +207,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--inexact", action="store_true")
     parser.add_argument("--fused-loss", action="store_true")
+    parser.add_argument("--fp8-head", action="store_true", help="the fused loss, its products in fp8")
     options = parser.parse_args()
     started = time.perf_counter()
     found = CONTESTANTS[options.contestant](options)

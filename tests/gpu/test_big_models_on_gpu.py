@@ -18,6 +18,7 @@ from unisono.checkpoint.store import open_store
 from unisono.core import events
 from unisono.core.errors import DeviceMemory
 from unisono.core.run_dir import RunDir
+from unisono.nn.row_kernel import narrow_rows
 from unisono.nn.score_kernel import scores_to_gradient
 from unisono.parallel.read_back import read_back
 from unisono.train import from_gpu, saving
@@ -31,7 +32,7 @@ from reference_models.decoder import Decoder, DecoderConfig, next_token_loss
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 LENGTH, BATCH = 1024, 8
-CONFIG = DecoderConfig(512, LENGTH, width=256, layers=3, heads=4, hidden=512)
+CONFIG = DecoderConfig(512, LENGTH, width=1024, layers=3, heads=8, hidden=2048)
 
 
 def data(samples: int = 64) -> torch.utils.data.TensorDataset:
@@ -123,10 +124,11 @@ def test_a_checkpoint_is_copied_beside_the_training_and_holds_its_own_step(
     assert resumed.weights_sha256 == whole.weights_sha256
 
 
-def test_fp8_layers_are_near_bf16_and_twice_the_same() -> None:
+@pytest.mark.parametrize("wide", [768, 2048])
+def test_fp8_layers_are_near_bf16_and_twice_the_same(wide: int) -> None:
     torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)) for _ in range(2)).to(GPU)
-    x = torch.randn(256, 512, device=GPU)
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(wide, 2048), nn.Linear(2048, wide)) for _ in range(2)).to(GPU)
+    x = torch.randn(256, wide, device=GPU)
 
     def gradient() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -142,6 +144,17 @@ def test_fp8_layers_are_near_bf16_and_twice_the_same() -> None:
     assert float((narrow - usual).norm() / usual.norm()) < 0.15
     assert torch.equal(narrow, gradient())
     undo()
+
+
+def test_rows_in_fp8_come_from_the_kernel_as_from_plain_torch() -> None:
+    for rows, columns in ((5, 768), (33, 3072), (3, 40_000), (1, 16)):
+        wide = torch.randn(rows, columns, device=GPU, dtype=torch.bfloat16)
+        wide[0] = 0
+        narrow, units = narrow_rows(wide)
+        wanted, wanted_units = narrow_rows(wide.cpu())
+        torch.testing.assert_close(units.cpu(), wanted_units, rtol=1e-6, atol=0)
+        assert float((narrow.cpu().float() - wanted.float()).abs().max()) <= 32  # one bit of the largest, at most
+        assert (narrow.cpu().float() != wanted.float()).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

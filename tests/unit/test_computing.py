@@ -13,6 +13,8 @@ from torch import nn
 
 from unisono.core.errors import SetupError
 from unisono.core.spec import RunSpec
+from unisono.nn.fp8_linear import Fp8Linear
+from unisono.nn.fp8_rows import Fp8RowsLinear
 from unisono.train.blocks import repeated_blocks
 from unisono.train.computing import Computing, choose, refuse
 from unisono.train.loss_scale import LARGEST, LossScale, NoScale
@@ -64,14 +66,18 @@ def test_repeated_blocks_are_the_outermost_members_of_a_list_of_one_kind() -> No
 
 def test_fp8_is_for_linear_layers_in_blocks_and_the_rest_is_named() -> None:
     model = Model()
-    model.blocks[1].up = nn.Linear(32, 50)
+    for block in model.blocks:
+        block.up, block.down = nn.Linear(1024, 1024), nn.Linear(2048, 2048)
+    model.blocks[1].up, model.blocks[2].up = nn.Linear(32, 50), nn.Linear(768, 768)
     chosen, others = plan_fp8(model)
-    assert chosen == ["blocks.0.up", "blocks.0.down", "blocks.1.down", "blocks.2.up", "blocks.2.down"]
+    downs = dict.fromkeys((f"blocks.{number}.down" for number in range(3)), Fp8Linear)
+    assert chosen == {"blocks.0.up": Fp8RowsLinear, **downs}
     assert others["blocks.1.up"] == "32 x 50 does not divide by 16"
-    assert set(others) == {"blocks.1.up", "head"}
+    assert others["blocks.2.up"].startswith("768 x 768 is so narrow")
+    assert set(others) == {"blocks.1.up", "blocks.2.up", "head"}
     parameters = dict(model.named_parameters())
     undo, words = use_fp8(model)
-    assert "5 linear layers are computed in fp8" in words
+    assert words.startswith("4 linear layers are computed in fp8, 1 of them but for the gradient of their weights; ")
     assert "blocks.1.up stays in bf16: 32 x 50" in words
     assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
     undo()

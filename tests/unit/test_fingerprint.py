@@ -49,10 +49,11 @@ def test_a_part_that_nobody_knows_is_refused() -> None:
 
 def test_this_machine_has_a_fingerprint_that_says_what_decides_bits() -> None:
     device = torch.device("cpu")
-    mine = numerics.fingerprint(device, 1, True, "9/ab")
-    assert mine == numerics.fingerprint(device, 1, True, "9/ab")
+    mine = numerics.fingerprint(device, 1, True, (9, 0xAB))
+    assert mine == numerics.fingerprint(device, 1, True, (9, 0xAB))
     assert mine.torch == torch.__version__
     assert torch.backends.cpu.get_cpu_capability() in mine.instructions
     assert (
-        explain(mine, numerics.fingerprint(device, 2, False, "9/ab")) == "threads 1 -> 2, deterministic True -> False"
+        explain(mine, numerics.fingerprint(device, 2, False, (9, 0xAB)))
+        == "threads 1 -> 2, deterministic True -> False"
     )

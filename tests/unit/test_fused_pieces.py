@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 import unisono.nn
 from unisono.nn.fp8_linear import Fp8Linear, quantise, why_not
+from unisono.nn.fp8_rows import Fp8RowsLinear
+from unisono.nn.row_kernel import narrow_rows
 
 TOKENS, WIDTH, WORDS = 37, 16, 53
 
@@ -73,13 +75,38 @@ def test_a_tensor_in_fp8_comes_back_as_close_as_its_mantissa_allows(dtype: torch
     torch.testing.assert_close(back, tensor, rtol=2.0 ** -(bits + 1), atol=float(tensor.abs().max()) * 2e-3 + 1e-20)
 
 
-def as_fp8(layer: nn.Linear) -> Fp8Linear:
-    layer.__class__ = Fp8Linear
-    assert isinstance(layer, Fp8Linear)
+@pytest.mark.parametrize("chunk", [16, 24, 96, 1000])
+def test_an_output_layer_in_fp8_is_near_the_one_in_fp32_and_ignored_tokens_stay_ignored(chunk: int) -> None:
+    torch.manual_seed(0)
+    head = nn.Linear(64, 512, bias=False)
+    features, targets = torch.randn(2, 45, 64, requires_grad=True), torch.randint(512, (2, 45))
+    targets[1, 7] = -100
+    fused = unisono.nn.LinearCrossEntropy(head, chunk_tokens=chunk, fp8=True)(features, targets)
+    usual = nn.functional.cross_entropy(head(features).flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(fused, usual, rtol=2e-3, atol=0)
+    found = torch.autograd.grad(3 * fused, (features, head.weight))
+    wanted = torch.autograd.grad(3 * usual, (features, head.weight))
+    assert [float((a - b).norm() / b.norm()) < 0.05 for a, b in zip(found, wanted, strict=True)] == [True] * 2
+    assert not found[0][1, 7].any()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            unisono.nn.LinearCrossEntropy(head, fp8=True)(features, targets), usual, rtol=2e-3, atol=0
+        )
+
+
+def test_an_output_layer_that_the_hardware_cannot_take_in_fp8_is_refused_with_a_cure() -> None:
+    with pytest.raises(ValueError, match="16 x 53 does not divide by 16; more words that are never used are a cure"):
+        unisono.nn.LinearCrossEntropy(nn.Linear(16, 53, bias=False), fp8=True)
+
+
+def as_fp8(layer: nn.Linear, kind: type[nn.Linear] = Fp8Linear) -> nn.Linear:
+    layer.__class__ = kind
+    assert isinstance(layer, kind)
     return layer
 
 
-def test_a_linear_layer_in_fp8_is_near_the_one_in_fp32_forward_and_backward() -> None:
+@pytest.mark.parametrize("kind", [Fp8Linear, Fp8RowsLinear])
+def test_a_linear_layer_in_fp8_is_near_the_one_in_fp32_forward_and_backward(kind: type[nn.Linear]) -> None:
     torch.manual_seed(0)
     usual, narrow = nn.Linear(64, 48), nn.Linear(64, 48)
     narrow.load_state_dict(usual.state_dict())
@@ -87,7 +114,7 @@ def test_a_linear_layer_in_fp8_is_near_the_one_in_fp32_forward_and_backward() ->
     one, other = x.clone().requires_grad_(), x.clone().requires_grad_()
     upstream = torch.randn(2, 32, 48)
     usual(one).backward(upstream)
-    result = as_fp8(narrow)(other)
+    result = as_fp8(narrow, kind)(other)
     assert result.dtype is torch.bfloat16
     result.backward(upstream.bfloat16())
 
@@ -103,11 +130,18 @@ def test_a_linear_layer_in_fp8_is_near_the_one_in_fp32_forward_and_backward() ->
     assert narrow.weight.grad.dtype is torch.float32
 
 
-def test_a_number_of_tokens_that_the_hardware_cannot_take_is_computed_in_the_usual_way() -> None:
+@pytest.mark.parametrize("kind", [Fp8Linear, Fp8RowsLinear])
+def test_a_number_of_tokens_that_the_hardware_cannot_take_is_computed_in_the_usual_way(kind: type[nn.Linear]) -> None:
     layer = nn.Linear(32, 16)
     x = torch.randn(5, 32)
     usual = layer(x)
-    assert torch.equal(as_fp8(layer)(x), usual)
+    assert torch.equal(as_fp8(layer, kind)(x), usual)
+
+
+def test_rows_in_fp8_have_a_scale_each_so_that_a_small_row_keeps_its_precision_beside_a_large_one() -> None:
+    wide = torch.randn(3, 64) * torch.tensor([[1e-6], [0.0], [1e4]])
+    narrow, units = narrow_rows(wide)
+    torch.testing.assert_close(narrow.float() * units, wide, rtol=2.0**-4, atol=1e-20)
 
 
 def test_layers_of_uneven_size_stay_and_are_named_with_the_reason() -> None:
@@ -119,11 +153,13 @@ def test_the_fused_loss_and_fp8_layers_can_be_compiled_without_a_break() -> None
     """Traced with their backward passes, but not made into code, which takes minutes."""
     torch._dynamo.reset()
     features, head, targets = case(torch.float32)
-    layer = as_fp8(nn.Linear(WIDTH, WIDTH))
+    layer, rows = as_fp8(nn.Linear(WIDTH, WIDTH)), as_fp8(nn.Linear(WIDTH, WIDTH), Fp8RowsLinear)
     fused = unisono.nn.LinearCrossEntropy(head, chunk_tokens=16)
+    narrow = unisono.nn.LinearCrossEntropy(nn.Linear(WIDTH, 64, bias=False), chunk_tokens=16, fp8=True)
 
     def loss(x: Tensor) -> Tensor:
-        return fused(layer(x), targets[:32])
+        hidden = rows(layer(x))
+        return fused(hidden, targets[:32]) + narrow(hidden, targets[:32])
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16):

@@ -42,10 +42,13 @@ def quantise(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (tensor.float() / unit).clamp(-limit, limit).to(dtype), unit
 
 
-def _multiply(left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, fast: bool) -> Tensor:
-    """(a, k) row by row times (k, b) column by column, as the hardware wants them."""
+def multiply(
+    left: Tensor, right: Tensor, left_unit: Tensor, right_unit: Tensor, fast: bool, wide: bool = False
+) -> Tensor:
+    """(a, k) row by row times (k, b) column by column, as the hardware wants them; in bf16, or `wide`: fp32."""
+    dtype = torch.float32 if wide else torch.bfloat16
     result: Tensor = torch._scaled_mm(
-        left, right, scale_a=left_unit, scale_b=right_unit, out_dtype=torch.bfloat16, use_fast_accum=fast
+        left, right, scale_a=left_unit, scale_b=right_unit, out_dtype=dtype, use_fast_accum=fast
     )
     return result
 
@@ -63,12 +66,12 @@ class _Product(torch.autograd.Function):
         weights, weight_unit = quantise(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(inputs, x_unit, weights, weight_unit)
         ctx.dtypes = x.dtype, weight.dtype
-        return _multiply(inputs, weights.t(), x_unit, weight_unit, fast=True)
+        return multiply(inputs, weights.t(), x_unit, weight_unit, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         inputs, x_unit, weights, weight_unit = ctx.saved_tensors
         gradient, unit = quantise(upstream[0], torch.float8_e5m2)
-        by_x = _multiply(gradient, _by_columns(weights), unit, weight_unit, fast=False)
-        by_weight = _multiply(gradient.t().contiguous(), _by_columns(inputs), unit, x_unit, fast=False)
+        by_x = multiply(gradient, _by_columns(weights), unit, weight_unit, fast=False)
+        by_weight = multiply(gradient.t().contiguous(), _by_columns(inputs), unit, x_unit, fast=False)
         return by_x.to(ctx.dtypes[0]), by_weight.to(ctx.dtypes[1])

@@ -3,7 +3,7 @@
 
 Scores of 64 thousand tokens over 50 thousand words are 6.6 GB in bf16, and as much again for their gradient. Here a
 chunk of tokens at a time is scored, and its gradient is taken at once, in the forward pass, so that nothing of it is
-kept: the same three products as in the ordinary way, none twice.
+kept: the same three products as in the ordinary way, none twice. How they are made is in `head_products`.
 """
 
 from __future__ import annotations
@@ -13,62 +13,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.nn.score_kernel import scores_to_gradient
+from unisono.nn.fp8_linear import why_not
+from unisono.nn.head_products import Narrow, Wide
 
-_CHUNK_SCORES = 1 << 29  # in one chunk, about, unless the caller says how many tokens
+_CHUNK_SCORES = 1 << 30  # in one chunk, about, unless the caller says how many tokens
+_FP8_CAPABILITY = (8, 9)
 
 
 class LinearCrossEntropy(nn.Module):
     """``LinearCrossEntropy(model.head)(features, targets)`` is ``cross_entropy(model.head(features), targets)``.
 
     `head` stays the model's; only its weights are used. `features`: (..., width), `targets`: (...) of token numbers.
+    `fp8`: its products are made in fp8, which is faster and less precise.
     """
 
     head: nn.Linear
     ignore_index: int
     chunk_tokens: int
+    fp8: bool
 
-    def __init__(self, head: nn.Linear, ignore_index: int = -100, chunk_tokens: int = 0) -> None:
+    def __init__(self, head: nn.Linear, ignore_index: int = -100, chunk_tokens: int = 0, fp8: bool = False) -> None:
         super().__init__()
         if head.bias is not None:
             raise ValueError("LinearCrossEntropy is for heads without a bias: nn.Linear(..., bias=False)")
+        if fp8 and (reason := why_not(head)):
+            raise ValueError(f"LinearCrossEntropy(fp8=True): {reason}; more words that are never used are a cure")
         self.head = head
         self.ignore_index = ignore_index
         self.chunk_tokens = chunk_tokens
+        self.fp8 = fp8
 
     def forward(self, features: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(features, self.head.weight, targets, self.ignore_index, self.chunk_tokens)
+        return linear_cross_entropy(features, self.head.weight, targets, self.ignore_index, self.chunk_tokens, self.fp8)
 
 
 def linear_cross_entropy(
-    features: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100, chunk_tokens: int = 0
+    features: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = -100,
+    chunk_tokens: int = 0,
+    fp8: bool = False,
 ) -> Tensor:
     """The mean over all tokens but those whose target is `ignore_index`."""
+    if fp8 and features.is_cuda and torch.cuda.get_device_capability(features.device) < _FP8_CAPABILITY:
+        name = torch.cuda.get_device_name(features.device)
+        raise ValueError(f"fp8=True cannot take effect on {name}: it needs a GPU of compute capability 8.9 or later")
     device = features.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else features.dtype
     flat, wanted = features.flatten(0, -2), targets.flatten()
     chunks = max(1, round(len(flat) * weight.shape[0] / _CHUNK_SCORES))
     chunk = chunk_tokens or max(256, -(-len(flat) // chunks // 256) * 256)  # all but the last of the same size
     needs_gradient = torch.is_grad_enabled() and (features.requires_grad or weight.requires_grad)
-    loss: Tensor = _Fused.apply(flat, weight, wanted, ignore_index, chunk, dtype, needs_gradient)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Fused.apply(flat, weight, wanted, ignore_index, chunk, dtype, needs_gradient, fp8)  # type: ignore[no-untyped-call]
     return loss
-
-
-def _loss_and_gradient(scores: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Of one chunk: the sum of its losses, and its gradient by the scores, (tokens, words), as if the sum were all."""
-    wide = scores.float()
-    counts = targets != ignore_index
-    chosen = torch.where(counts, targets, 0)
-    total = torch.logsumexp(wide, dim=1, keepdim=True)
-    losses = total[:, 0] - wide.gather(1, chosen[:, None])[:, 0]
-    words = torch.arange(scores.shape[1], device=scores.device)
-    gradient = (wide - total).exp() - (words == chosen[:, None]).float()
-    return torch.where(counts, losses, 0.0).sum(), (gradient * counts[:, None]).to(scores.dtype)
-
-
-def _in_place(scores: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The same on a GPU, where the scores become the gradient."""
-    return scores_to_gradient(scores, targets, ignore_index).sum(), scores
 
 
 class _Fused(torch.autograd.Function):
@@ -82,19 +80,21 @@ class _Fused(torch.autograd.Function):
         chunk: int,
         dtype: torch.dtype,
         needs_gradient: bool,
+        fp8: bool,
     ) -> Tensor:
-        x, head = features.to(dtype), weight.to(dtype)
-        one_chunk = _in_place if x.is_cuda else _loss_and_gradient
+        x = features.to(dtype)
+        products = (Narrow if fp8 else Wide)(weight, dtype, ignore_index)
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         by_features = torch.empty_like(x) if needs_gradient else x.new_empty(0)
         by_weight = torch.zeros_like(weight) if needs_gradient else x.new_empty(0)
         for start in range(0, len(x), chunk):
             part, wanted = x[start : start + chunk], targets[start : start + chunk]
-            lost, gradient = one_chunk(part @ head.t(), wanted, ignore_index)
-            loss += lost
             if needs_gradient:
-                by_features[start : start + chunk] = gradient @ head
-                by_weight += gradient.t() @ part
+                lost, by_features[start : start + chunk], gradient = products.all(part, wanted)
+                by_weight += gradient
+            else:
+                lost = products.loss(part, wanted)
+            loss += lost
         share = 1.0 / (targets != ignore_index).sum().clamp(min=1)
         ctx.save_for_backward(by_features, by_weight, share)
         ctx.dtype = features.dtype
@@ -105,4 +105,4 @@ class _Fused(torch.autograd.Function):
         by_features, by_weight, share = ctx.saved_tensors
         # Only here is it made small: a half-precision gradient of single tokens would be lost before it is scaled.
         factor = upstream[0] * share
-        return (by_features * factor).to(ctx.dtype), by_weight * factor, None, None, None, None, None
+        return (by_features * factor).to(ctx.dtype), by_weight * factor, *(None,) * 6

@@ -35,8 +35,6 @@ def announce(job: Job, home: Home, taken: TakenUp | None) -> None:
         job.emit(events.Resumed(step=at.step, digest=at.hash, url=place, differs=taken.differs))
     for code, text in job.prepared.words.items():
         job.notice_once(code, text)
-    if job.fingerprint.kernels:
-        job.notice_once("fused-optimizer", f"the optimizer updates all parameters at once: {job.fingerprint.kernels}")
     job.emit(
         events.Configured(
             job=job.spec.model_dump(),

@@ -82,8 +82,8 @@ def open_job(context: Context, request: Request) -> Job:
     comm = strategy.comm
     try:
         prepared.prepare(trained, spec.exact, context.run_dir.path / "compiled", replica.blocks if replica else None)
-        length, seen = loader.probe(0)
-        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, f"{length}/{seen:012x}", fused)
+        seen = loader.probe(0)
+        fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, seen, prepared.kernels_with(fused))
         station = context.station or Alone(spec.microbatches)
         meeting_point = str(context.place.scratch / "members") if context.place else ""
         inner = replica.world if replica else ALONE
@@ -99,7 +99,7 @@ def open_job(context: Context, request: Request) -> Job:
             job.spread, job.model = replica.spread, replica.model
         job.checkpoints = _checkpoints(job, home)
         taken = take_up(job, home) if home.found else None
-        facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, (length, seen))
+        facts = facts_of(request.model, request.optimizer, spec, fingerprint, context.spec.script, seen)
         session.begin(job, address, facts)
     except BaseException:
         loader.close()

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 
 from unisono.core.errors import SetupError
 from unisono.nn.fp8_linear import Fp8Linear, why_not
+from unisono.nn.fp8_rows import Fp8RowsLinear
 from unisono.train.blocks import repeated_blocks
 
 _NARROW = {"bf16": torch.bfloat16, "bf16-all": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 _FP8_CAPABILITY = (8, 9)
+# Products gain with inputs x outputs, conversions cost with inputs + outputs. Below this quotient they cost more.
+_GAINING = 500
+_WIDE = 2048  # of both sides: from here on the gradient of the weights gains too
 Undo = Callable[[], None]
 
 
@@ -55,19 +59,30 @@ def narrow_stream(model: nn.Module) -> Undo:
     return undo
 
 
-def plan_fp8(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """The linear layers to compute in fp8, and why the others are not; by name."""
+def _fp8_kind(layer: nn.Linear) -> type[nn.Linear] | str:
+    """What the layer becomes, or why it stays."""
+    sides = layer.in_features, layer.out_features
+    if reason := why_not(layer):
+        return reason
+    if sides[0] * sides[1] < _GAINING * sum(sides):
+        return f"{sides[0]} x {sides[1]} is so narrow that conversions would cost more than the products gain"
+    return Fp8Linear if min(sides) >= _WIDE else Fp8RowsLinear
+
+
+def plan_fp8(model: nn.Module) -> tuple[dict[str, type[nn.Linear]], dict[str, str]]:
+    """What the linear layers that are computed in fp8 become, and why the others are not; by name."""
     layers = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear]
     blocks = [f"{name}." for name, _ in repeated_blocks(model)]
     last = layers[-1][0] if layers else ""
-    chosen, others = [], {}
+    chosen: dict[str, type[nn.Linear]] = {}
+    others = {}
     for name, layer in layers:
         outside = not name.startswith(tuple(blocks)) if blocks else name == last
-        reason = why_not(layer) or ("it is outside of the repeated blocks, as output layers are" if outside else "")
-        if reason:
-            others[name] = reason
+        kind = "it is outside of the repeated blocks, as output layers are" if outside else _fp8_kind(layer)
+        if isinstance(kind, str):
+            others[name] = kind
         else:
-            chosen.append(name)
+            chosen[name] = kind
     return chosen, others
 
 
@@ -80,14 +95,25 @@ def use_fp8(model: nn.Module) -> tuple[Undo, str]:
             cause="\n".join(f"{name}: {reason}" for name, reason in list(others.items())[:5]) or "there is none",
             do="use precision bf16",
         )
-    layers = [model.get_submodule(name) for name in chosen]
-    for layer in layers:
-        layer.__class__ = Fp8Linear
+    layers = {model.get_submodule(name): kind for name, kind in chosen.items()}
+    for layer, kind in layers.items():
+        layer.__class__ = kind
 
     def undo() -> None:
         for layer in layers:
             layer.__class__ = nn.Linear
 
-    kept = "; ".join(f"{name} stays in bf16: {reason}" for name, reason in list(others.items())[:5])
-    more = f"; and {len(others) - 5} more" if len(others) > 5 else ""
-    return undo, f"{len(chosen)} linear layers are computed in fp8" + (f"; {kept}{more}" if others else "")
+    rows = sum(kind is Fp8RowsLinear for kind in chosen.values())
+    partly = f", {rows} of them but for the gradient of their weights" if rows else ""
+    groups: dict[str, list[str]] = {}
+    for name, reason in others.items():
+        groups.setdefault(reason, []).append(name)
+    kept = [f"{_named(names)} in bf16: {reason}" for reason, names in list(groups.items())[:5]]
+    more = [f"and {len(groups) - 5} more reasons"] if len(groups) > 5 else []
+    return undo, "; ".join([f"{len(chosen)} linear layers are computed in fp8{partly}", *kept, *more])
+
+
+def _named(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} stays"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} others" if len(names) > 3 else "") + " stay"

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.nn.ordered_attention import order_attention
 from unisono.train.compiling import Compiler
 from unisono.train.computing import Computing
 from unisono.train.loss_scale import LossScale, NoScale
@@ -32,12 +33,17 @@ class Prepared:
         self.computing, self.device, self._blocks = computing, device, blocks
         self.scale: LossScale | NoScale = LossScale() if computing.precision == "fp16" else NoScale()
         self.words: dict[str, str] = {}
+        self._kernels: list[str] = []
         self._undo = ExitStack()
         self._compiler: Compiler | None = None
 
     def prepare(self, model: nn.Module, exact: bool, folder: Path, cut: Sequence[nn.Module] | None = None) -> None:
         """`cut`, where ranks hold a part of it each: what is computed in the place of blocks; empty: the blocks are."""
         asked = self.computing
+        if exact:
+            undo, ordered = order_attention(self.device)
+            self._undo.callback(undo)
+            self._kernels += ["attention in order"] if ordered else []
         if asked.precision in ("bf16-all", "fp8"):
             self._undo.callback(narrow_stream(model))
         if asked.precision == "fp8":
@@ -51,6 +57,12 @@ class Prepared:
             if asked.compile == "blocks":
                 compiler = self._compiler
                 self._undo.callback(compiler.blocks(model) if cut is None else compiler.parts(self._blocks))
+
+    def kernels_with(self, fused: str) -> str:
+        """What decides bits and is neither torch's usual way nor asked for: for the fingerprint."""
+        if fused:
+            self.words["fused-optimizer"] = f"the optimizer updates all parameters at once: {fused}"
+        return ", ".join(filter(None, (fused, *self._kernels)))
 
     def context(self) -> AbstractContextManager[Any]:
         """For forward passes."""
