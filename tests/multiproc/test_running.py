@@ -35,9 +35,12 @@ def test_an_unexpected_exit_code_shows_the_output_and_the_logs(tmp_path: Path) -
 
 
 def test_a_process_that_moved_away_is_found_by_its_environment(tmp_path: Path) -> None:
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True, cwd="/")
+    command, pipe = ["sh", "-c", "echo here; read for_ever"], subprocess.PIPE
+    child = subprocess.Popen(command, start_new_session=True, cwd="/", stdin=pipe, stdout=pipe)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"here\n"  # while a program starts, the kernel shows no environment
     found = left_behind(os.environ[MARK], tmp_path)
     assert [process.pid for process in found] == [child.pid]
     child.kill()
     assert gone_within(2, lambda: left_behind(os.environ[MARK], tmp_path))
-    child.wait()
+    child.communicate()
