@@ -14,6 +14,7 @@ import pytest
 from chaos.recovering import set_pace
 from multiproc.running import Finished, Started, run_unisono, start_unisono
 from unisono.core import events
+from unisono.core.errors import WorkerHung
 
 SCRIPT = Path(__file__).parents[1] / "multiproc" / "train_decoder.py"
 FOUR = ("--microbatches", "4", "--max-restarts", "20")
@@ -101,19 +102,22 @@ def test_replicas_join_and_leave_while_it_runs(tmp_path: Path, calm) -> None:
     assert any(worker == 1 for worker, _ in removed(finished))
 
 
-def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, calm) -> None:
-    """Not the first one's line, which waits for it."""
-    script = SCRIPT.read_text().replace(
+def stuck(rank: int, how: str) -> str:
+    return SCRIPT.read_text().replace(
         "        keep_pace()\n",
         "        keep_pace()\n"
-        "        if torch.distributed.get_rank() == 1 and Path('hang').exists():\n"
+        f"        if torch.distributed.get_rank() == {rank} and Path('hang').exists():\n"
         "            with contextlib.suppress(FileNotFoundError):\n"
         "                Path('hang').unlink()\n"
-        "                time.sleep(600)  # STUCK\n",
+        f"                {how}  # STUCK\n",
     )
+
+
+def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, calm) -> None:
+    """Not the first one's line, which waits for it."""
     set_pace(tmp_path, 0.02)
     options = ("--mesh", "dp=2,fsdp=2", *FOUR, "--hang-after", "2")
-    with start_unisono(script, tmp_path, *options, workers=None, script_args=ARGUMENTS) as run:
+    with start_unisono(stuck(1, "time.sleep(600)"), tmp_path, *options, workers=None, script_args=ARGUMENTS) as run:
         run.wait_for_steps(3)
         (tmp_path / "hang").touch()
         run.until(lambda: run.events_of(events.Diagnosed), "the hang to be found")
@@ -123,6 +127,30 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path: Path, calm) -> None:
     where = found.failure["where"]
     assert where.startswith("it is waiting for its rank 1, for"), where
     assert "STUCK" in where, where
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "words"),
+    [
+        (1, "time.sleep(600)", "it is waiting for its rank 1, for"),
+        (1, "while True: pass", "it is waiting for its rank 1, for"),
+        (0, "time.sleep(600)", "keeping its other ranks waiting, for"),
+    ],
+)
+def test_a_rank_that_hangs_ends_a_run_of_one_replica_instead_of_keeping_it_silent(
+    tmp_path: Path, rank: int, how: str, words: str
+) -> None:
+    """Nobody else waits for it, and nobody else has the state."""
+    set_pace(tmp_path, 0.02)
+    options = ("--mesh", "fsdp=2", *FOUR, "--hang-after", "3")
+    with start_unisono(stuck(rank, how), tmp_path, *options, workers=None, script_args=ARGUMENTS) as run:
+        run.wait_for_steps(3)
+        (tmp_path / "hang").touch()
+        finished = run.wait(60, expect=WorkerHung.exit_code)
+    last = finished.output[finished.output.rindex("UNI-") :]
+    assert last.startswith("UNI-2003  worker 0 on"), last
+    assert words in last
+    assert "STUCK" in last
 
 
 def test_a_replica_that_comes_back_knows_the_loss_scale(tmp_path: Path) -> None:

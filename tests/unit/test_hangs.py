@@ -55,6 +55,11 @@ GIVING, COPYING = "giving the state to a joiner", "copying the state"
         ),
         pytest.param([waits(0, waits_for=[7]), waits(1)], (), id="somebody waits for a stranger"),
         pytest.param([waits(0)], (), id="alone"),
+        pytest.param([says(0, "computing", still_s=31.0)], (0,), id="a replica alone whose first rank stands still"),
+        pytest.param([says(0, "computing", still_s=29.0)], (), id="it has not stood still for long"),
+        pytest.param([says(0, "saving", still_s=50.0, busy=True)], (), id="it stands still and said that it is busy"),
+        pytest.param([says(0, "a", still_s=50.0), says(1, "a", still_s=1.0)], (), id="another replica goes on"),
+        pytest.param([says(0, "a", still_s=50.0), waits(1)], (0,), id="another replica waits: as ever"),
         pytest.param([], (), id="nobody"),
     ],
 )
@@ -148,6 +153,26 @@ def test_the_sentence_names_worker_host_operation_line_and_what_to_do() -> None:
     assert error.where == "it is reading data, for 40 s, in data.py:73, in read"
     assert error.cause == "workers 0, 3 are waiting for it"
     assert "--hang-after (now 30 s)" in error.do
+
+
+def test_the_rank_that_keeps_its_replica_waiting_is_in_the_sentence_where_no_other_worker_waits() -> None:
+    status = says(0, "computing", still_s=31.0)
+    found = suspect([status], LIMIT_S)
+    assert found is not None
+    error = explain(found, status, "a", "train.py:7, in read: x = f()", "waiting for its rank 1", LIMIT_S)
+    assert error.what == "worker 0 on a stands still: computing (step 10)"
+    assert error.where == "it is waiting for its rank 1, for 31 s, in train.py:7, in read: x = f()"
+    assert "the ranks of a replica wait for each other" in error.cause
+
+
+def test_a_connection_that_is_silent_because_of_a_rank_does_not_send_the_reader_to_the_network() -> None:
+    first, second = waits(0, waits_for=[1]), waits(1)
+    found = suspect([first, second], LIMIT_S)
+    assert found is not None
+    assert found.silent
+    error = explain(found, second, "a", "train.py:7, in read: x = f()", "waiting for its rank 1", LIMIT_S)
+    assert "network" not in error.do
+    assert "waiting for its rank 1" in error.where
 
 
 def test_what_was_seen_from_outside_beats_what_it_said_itself() -> None:

@@ -69,6 +69,42 @@ def test_one_that_cannot_be_looked_at_is_put_out_with_what_it_said_itself() -> N
     assert kill.place == "train.py:7, in forward: x = f(x)"
 
 
+def stands_still(run: Pretend, for_s: float) -> None:
+    """A replica of several ranks, without another that could wait for it."""
+    run.doing(0, "computing", for_s=for_s, still_s=for_s)
+
+
+def test_a_replica_alone_whose_ranks_wait_for_each_other_is_named_and_ended() -> None:
+    run = Pretend(least=1, most=1, hang_s=10.0).begin(1)
+    run.later(20)
+    stands_still(run, 9.0)
+    run.later(0.5)
+    assert run.told(m.Examine) == []
+    stands_still(run, 10.5)
+    run.later(0.5)
+    assert [look.worker for look in run.told(m.Examine)] == [0]
+    run.hear(m.Examined(worker=0, where="train.py:7, in read: x = f()", doing="waiting for its rank 1"))
+    (end, *_) = run.told(m.End)
+    assert end.failure is not None
+    assert end.failure["what"] == "worker 0 on a stands still: computing (step 11)"
+    assert "train.py:7, in read: x = f()" in end.failure["where"]
+
+
+def test_a_replica_whose_ranks_all_compute_is_left_alone_and_not_looked_at_all_the_time() -> None:
+    run = Pretend(least=1, most=1, hang_s=10.0).begin(1)
+    run.later(20)
+    stands_still(run, 11.0)
+    run.later(0.5)
+    run.hear(m.Examined(worker=0, where="train.py:9", doing=""))
+    stands_still(run, 15.0)
+    run.later(4)
+    assert len(run.told(m.Examine)) == 1
+    assert run.told(m.Kill) == []
+    stands_still(run, 22.0)
+    run.later(7)
+    assert len(run.told(m.Examine)) == 2
+
+
 def test_one_that_moves_again_while_it_is_looked_at_is_left_alone() -> None:
     run = Pretend(least=1, most=3, hang_s=10.0).begin(3)
     stuck(run, 1)

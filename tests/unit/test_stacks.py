@@ -158,13 +158,22 @@ COMPUTES = stack("/me/train.py", "/site/torch/distributed/pipelining/stage.py")
         (WAITS, {1: WAITS_TOO, 2: COMPUTES, 3: COMPUTES}, 2),
         (WAITS_TOO, {1: WAITS, 2: ""}, 2),  # no answer: stopped, or in native code
         (COMPUTES, {1: WAITS}, 0),
-        (COMPUTES, {1: COMPUTES}, 0),
-        (WAITS, {1: WAITS_TOO}, 0),
-        (WAITS, {}, 0),
-        ("", {1: COMPUTES}, 0),
+        (COMPUTES, {1: WAITS, 2: COMPUTES}, None),
+        (COMPUTES, {1: COMPUTES}, None),
+        (COMPUTES, {}, None),
+        (WAITS, {1: WAITS_TOO}, None),
+        (WAITS, {}, None),
+        ("", {1: COMPUTES}, None),
+        ("", {1: WAITS}, None),
     ],
 )
 def test_the_rank_that_keeps_its_replica_waiting_is_the_one_that_does_not_wait(
-    first: str, others: dict[int, str], late: int
+    first: str, others: dict[int, str], late: int | None
 ) -> None:
     assert stacks.late_rank(first, others) == late
+
+
+def test_ranks_that_all_wait_are_told_from_those_of_which_one_computes() -> None:
+    assert stacks.all_in_collectives([WAITS, WAITS_TOO])
+    assert not stacks.all_in_collectives([WAITS, COMPUTES])
+    assert not stacks.all_in_collectives([WAITS, ""])

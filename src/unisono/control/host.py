@@ -163,9 +163,13 @@ class Host:
             inside = next((line for line in loaders if line), "")
             where, doing = inside or own, "reading data" + (" in a loader process" if inside else "")
         late = stacks.late_rank(found.get(pids[0], ""), {rank: found.get(pid, "") for rank, pid in ranks.items()})
-        if late:
+        if late is not None and late > 0:
             where = stacks.user_line(found.get(ranks[late], ""))
             doing = f"waiting for its rank {late}" + (", which is stopped" if _state(ranks[late]) == "T" else "")
+        elif late == 0:
+            doing = (f"{doing}, " if doing else "") + "keeping its other ranks waiting"
+        elif ranks and stacks.all_in_collectives(found.get(pid, "") for pid in (pids[0], *ranks.values())):
+            doing = "one of ranks that wait for each other in different places"
         if self._pulse_s - self._heard_s.get(number, self._pulse_s) > _THREE_BEATS_S:
             doing = _DEAF
         self.report(m.Examined(worker=number, where=where, doing=doing))

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unisono.core import process
@@ -73,12 +73,16 @@ def is_in_collective(text: str) -> bool:
     return bool(inner) and _DISTRIBUTED in inner[0]
 
 
-def late_rank(first: str, others: Mapping[int, str]) -> int:
+def all_in_collectives(texts: Iterable[str]) -> bool:
+    return all(map(is_in_collective, texts))
+
+
+def late_rank(first: str, others: Mapping[int, str]) -> int | None:
     """Which rank keeps its replica waiting, by the stacks of all: the first that does not wait itself. One that did not
-    answer is in native code or stopped. 0: the first rank, or nobody."""
+    answer is in native code or stopped. None: nobody, for nobody waits, or everybody does."""
     if not is_in_collective(first):
-        return 0
-    return min((rank for rank, text in others.items() if not is_in_collective(text)), default=0)
+        return 0 if first and others and all_in_collectives(others.values()) else None
+    return min((rank for rank, text in others.items() if not is_in_collective(text)), default=None)
 
 
 def crash_line(text: str) -> str:

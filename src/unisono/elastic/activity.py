@@ -51,6 +51,7 @@ class Activity:
     missing: Callable[[], list[int]] = list  # asks the comm for whom it waits
     unheard: Callable[[], list[int]] = list  # and of whom it hears nothing at all
     moved: Callable[[], int] = int  # asks it how often bytes came or went
+    ranks: int = 1  # that hold the model with this process, and may keep it waiting
     box: BlackBox | None = None  # keeps the step for the case of a sudden death
     _step: int = 0
 
@@ -89,7 +90,8 @@ class Pulse:
         self.leave_now = threading.Event()
         self._main = threading.main_thread().ident or 0
         self._last: tuple[object, ...] = ()
-        self._since_s = time.monotonic()
+        self._since_s = self._ran_s = time.monotonic()
+        self._runs = ""
 
     def start(self) -> None:
         self.tell(self.status())  # at once: native code may keep Python's lock before the first beat
@@ -120,9 +122,17 @@ class Pulse:
             out_of_step_with=self.activity.out_of_step_with,
             busy=bool(self.activity.busy),
             for_s=round(time.monotonic() - self._since_s, 2),
+            still_s=self._still_s() if self.activity.ranks > 1 else 0.0,
             where=user_frame(frames.get(self._main)),
             per_microbatch_s=round(self.activity.per_microbatch_s, 6),
         )
+
+    def _still_s(self) -> float:
+        """Where it is says little, for a long step comes to the same line again and again; that it never ran does."""
+        runs = _times_run()
+        if not runs or runs != self._runs:
+            self._runs, self._ran_s = runs, time.monotonic()
+        return round(time.monotonic() - self._ran_s, 2)
 
     def _lockstep_waits(self, frames: dict[int, FrameType]) -> bool:
         """Synchronised batch norm computes in threads of its own; one of them may wait for other workers."""
@@ -144,6 +154,15 @@ def _frames_of_all_threads() -> dict[int, FrameType]:
         return sys._current_frames()
     finally:
         gc.enable()
+
+
+def _times_run() -> str:
+    """How often the kernel has let the main thread run, in its words; empty where it does not say."""
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/status").read_text()
+    except OSError:
+        return ""
+    return text[text.find("voluntary_ctxt_switches") :]
 
 
 def is_waiting(frame: FrameType | None) -> bool:

@@ -17,7 +17,13 @@ from unisono.wire.messages import Status
 
 HEALING = ("copying the state", "giving the state")  # two ends of one thing, which may take long
 FORMING = ("re-forming", *HEALING)  # what a member does while a generation forms
+AMONG_RANKS = ("waiting for its rank", "keeping its other ranks", "one of ranks that wait")  # what a host may say
 FORMING_S = 15.0  # is waited for at least so long
+
+
+def is_among_ranks(doing: str) -> bool:
+    """Whether ranks of one replica wait for each other, as its host has seen from outside."""
+    return any(words in doing for words in AMONG_RANKS)
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Suspicion:
     seconds: float
     misfit: bool = False  # all wait at the same place, and the culprits' messages are not of the size expected
     silent: bool = False  # all wait at the same place, and nothing comes from the culprits
+    inside: bool = False  # nobody waits for another replica, but perhaps ranks of the culprits' for each other
 
 
 def suspect(statuses: Sequence[Status], hang_after_s: float, joiners: Collection[int] = ()) -> Suspicion | None:
@@ -38,6 +45,8 @@ def suspect(statuses: Sequence[Status], hang_after_s: float, joiners: Collection
     newest = max((status.generation for status in statuses), default=0)
     behind = [status for status in statuses if status.generation < newest]
     waiting = [status for status in statuses if status.waits and status not in behind]
+    if not behind and (not waiting or len(statuses) == 1):
+        return _inside(statuses, hang_after_s)
     if not waiting or any(status.busy for status in statuses if not status.waits):
         return None
     forming = bool(behind) or any(status.doing.startswith(FORMING) for status in statuses)
@@ -51,6 +60,15 @@ def suspect(statuses: Sequence[Status], hang_after_s: float, joiners: Collection
     if forming:
         return _silent(waiting, waited_s) or _not_through(waiting, joiners, waited_s)
     return _apart(waiting, waited_s) or _out_of_step(waiting, waited_s) or _silent(waiting, waited_s)
+
+
+def _inside(statuses: Sequence[Status], hang_after_s: float) -> Suspicion | None:
+    """Nobody waits for a worker: there may be no other. A replica whose first rank stands still is worth a look."""
+    still = [status for status in statuses if status.still_s >= hang_after_s and not status.busy]
+    if not still or len(still) < len(statuses):
+        return None
+    first = min(still, key=lambda status: status.worker)
+    return Suspicion((first.worker,), (), first.doing, first.step + 1, first.still_s, inside=True)
 
 
 def _not_through(waiting: Sequence[Status], joiners: Collection[int], waited_s: float) -> Suspicion | None:
@@ -123,10 +141,17 @@ def explain(
     """The sentence for one culprit. What was seen from outside beats what it last said itself."""
     where = examined_where or guilty.where
     doing = examined_doing or guilty.doing
+    if suspicion.inside:
+        return WorkerHung(
+            f"worker {guilty.worker} on {host} stands still: {suspicion.operation} (step {suspicion.step})",
+            where=f"it is {doing}, for {suspicion.seconds:.0f} s" + (f", in {where}" if where else ""),
+            cause="the ranks of a replica wait for each other, and one of them does not come",
+            do=f"look at that line; or, if it is only slow, raise --hang-after (now {hang_after_s:g} s)",
+        )
     numbers = ", ".join(map(str, suspicion.waiting))
     many = len(suspicion.waiting) > 1
     waiting = f"worker{'s' if many else ''} {numbers} {'are' if many else 'is'} waiting for it"
-    if suspicion.silent:
+    if suspicion.silent and not is_among_ranks(doing):
         return WorkerHung(
             f"nothing comes from worker {guilty.worker} on {host}: {suspicion.operation} (step {suspicion.step})",
             cause=f"{waiting}, and it for them: its connections are open and silent",

@@ -29,6 +29,7 @@ SLOW_LOOKS = 5  # in a row must agree before a slow worker is named where no div
 @dataclass
 class Watch:
     examining: dict[int, tuple[float, hangs.Suspicion]] = field(default_factory=dict)
+    looked_inside_s: dict[int, float] = field(default_factory=dict)  # worker: when its ranks were looked at last
     told_waiting: set[tuple[int, str]] = field(default_factory=set)
     looked_s: float = 0.0
     looks: int = 0  # in a row that found a better division
@@ -84,6 +85,10 @@ def look_for_hangs(roster: Roster, watch: Watch, orders: Orders, now_s: float) -
     for number in suspicion.culprits if suspicion else ():
         assert suspicion is not None
         worker = roster.workers[number]
+        if suspicion.inside:
+            if now_s - watch.looked_inside_s.get(number, -roster.rules.hang_s) < roster.rules.hang_s:
+                continue  # it may just compute for long, and a look at it is a disturbance
+            watch.looked_inside_s[number] = now_s
         if worker.stopped and not roster.can_spare(worker):
             continue  # it alone holds the state, and may be woken
         watch.examining[number] = now_s, suspicion
@@ -95,9 +100,15 @@ def convict(roster: Roster, watch: Watch, orders: Orders, number: int, where: st
     _, suspicion = watch.examining.pop(number)
     worker = roster.workers[number]
     statuses = _statuses([worker], now_s)
-    if not worker.is_here or not statuses or statuses[0].for_s < roster.rules.hang_s:
+    if not worker.is_here or not statuses:
+        return
+    # A look at it wakes it, so what was seen must do where nobody else waits.
+    if not hangs.is_among_ranks(doing) if suspicion.inside else statuses[0].for_s < roster.rules.hang_s:
         return
     error = hangs.explain(suspicion, statuses[0], roster.name_of(worker.host), where, doing, roster.rules.hang_s)
+    if suspicion.inside and not roster.can_spare(worker):
+        orders.end(error)  # nobody else has the state
+        return
     orders.record(events.Diagnosed(who=number, failure=error.as_dict()))
     orders.report_removal(worker, "unreachable" if suspicion.silent else "hung", error.what)
     orders.kill(worker, error.what, "" if suspicion.silent else where or statuses[0].where)

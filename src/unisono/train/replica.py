@@ -65,6 +65,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
             do=f"unisono run {context.spec.script or 'train.py'} --mesh {mesh.inner}",
         )
     _refuse(context.spec, request, spec)
+    context.activity.ranks = mesh.ranks
     # Late: they load much of torch.distributed. The nursery of a run with a mesh has loaded it already.
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -51,6 +51,7 @@ class Status(Message):
     out_of_step_with: int | None = None  # a worker that sent another number of bytes than this one expected
     busy: bool = False  # it has said that this will take long
     for_s: float = 0.0  # how long it has been doing that
+    still_s: float = 0.0  # of a replica of several ranks: how long its first rank has not run at all
     where: str = ""  # the user's line it is in
     per_microbatch_s: float = 0.0  # how long it needs for one; 0 while unknown
 
