@@ -86,7 +86,7 @@ def test_a_replica_alone_whose_ranks_wait_for_each_other_is_named_and_ended() ->
     run.hear(m.Examined(worker=0, where="train.py:7, in read: x = f()", doing="waiting for its rank 1"))
     (end, *_) = run.told(m.End)
     assert end.failure is not None
-    assert end.failure["what"] == "worker 0 on a stands still: computing (step 11)"
+    assert end.failure["what"] == "worker 0 on machine-a stands still: computing (step 11)"
     assert "train.py:7, in read: x = f()" in end.failure["where"]
 
 
