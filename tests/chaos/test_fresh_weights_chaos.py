@@ -18,6 +18,7 @@ from unisono.core import events
 from unisono.core.faults import Fault
 
 WIDE = MOMENTUM.replace("nn.Linear(8, 16)", "nn.Linear(8, 400)").replace("nn.Linear(16, 4)", "nn.Linear(400, 4)")
+BUCKETS = MOMENTUM.replace("nn.Linear(8, 16)", "nn.Linear(8, 40000)").replace("nn.Linear(16, 4)", "nn.Linear(40000, 4)")
 FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
 
 
@@ -36,6 +37,22 @@ def test_no_update_is_lost_when_workers_are_killed_and_one_is_slow(fresh: str, c
         run.until_fired(3)
         check_loose(run, run.hurry())
         check_bound(run, 2)
+
+
+@FRESH
+def test_no_update_is_lost_when_workers_die_between_the_buckets_of_a_push(fresh: str, tmp_path: Path) -> None:
+    """In the middle of rounds, with a first bucket on its way; steps of a round that they get nothing of count too."""
+    faults = [Fault("kill", 1, 3, "collective"), Fault("kill", 0, 23, "collective"), Fault("kill", 4, 44, "data")]
+    asked = ("--staleness", "2", "--fresh", fresh, *NEVER)
+    with begin(BUCKETS, tmp_path, *SERVERS, *asked, faults=faults, workers="1:3", pace_s=0.02) as run:
+        run.until_fired(3)
+        check_loose(run, run.hurry())
+        check_bound(run, 2)
+        fired = {event.worker: event.step for event in run.of(events.FaultFired)}
+        assert fired.keys() == {1, 0, 4}
+        assert 3 <= fired[1] <= 16, fired
+        assert 23 <= fired[0] <= 36, fired
+        assert 44 <= fired[4] <= 56, fired
 
 
 @FRESH

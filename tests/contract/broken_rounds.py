@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.comm.asking import Words
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
-from unisono.parallel.owner import PUSH
+from unisono.parallel.owner import PART, PUSH
 
 
 def broken_round(
@@ -33,7 +33,8 @@ def broken_round(
 ) -> list[Tensor]:
     """`lost` dies while it computes its microbatch `at`; the rest, and those who come, finish the round as `after`.
 
-    `half_pushed`: the worker at rank 1 has pushed so many pieces when it loses the second owner, but not the first.
+    `half_pushed`: so many messages with gradients had the worker at rank 1 for the second owner when it loses that one,
+    but not the first.
     `left` gets what their codes have not said.
     """
     with network("threads", 15) as net:
@@ -76,13 +77,13 @@ def broken_round(
     return [one for one in found if one is not None]
 
 
-def breaks_between_owners(replica: Replica, membership: Membership, pushes: int) -> None:
+def breaks_between_owners(replica: Replica, membership: Membership, messages: int) -> None:
     begin, pushed = replica.strategy._begin_asking, [0]
 
     def ask(rank: int, words: Words) -> Callable[[], Words]:
-        if words.what == PUSH and rank == membership.owners[1]:
+        if words.what in (PART, PUSH) and rank == membership.owners[1]:
             pushed[0] += 1
-            if pushed[0] == pushes:
+            if pushed[0] == messages:
                 raise PeerLost("as planned")
         return begin(rank, words)
 

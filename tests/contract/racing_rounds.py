@@ -26,6 +26,7 @@ from unisono.core.ranges import split
 from unisono.parallel.asynchronous import Asynchronous
 from unisono.parallel.clock import Piece
 from unisono.parallel.strategy import Microbatch
+from unisono.train.numerics import Clip, Update
 
 MICROBATCHES, TURNS, ROWS = 4, 6, 60
 WEIGHT = 1 / MICROBATCHES
@@ -68,6 +69,35 @@ class TableColumns(Columns):
 
     def loss(self, step: int, index: int) -> Tensor:
         return -self.table(torch.tensor([step * MICROBATCHES + index])).sum()
+
+
+class SplitColumns(Columns):
+    """The same in several parameters, each with a bucket of its own. The last is there first."""
+
+    DTYPES = (torch.float64, torch.bfloat16, torch.float32)
+
+    def __init__(self, rounds: int = 1, rows: int = ROWS) -> None:
+        nn.Module.__init__(self)
+        columns = rounds * TURNS * MICROBATCHES
+        self.parts = nn.ParameterList(
+            torch.zeros(rows // len(self.DTYPES), columns, dtype=dtype) for dtype in self.DTYPES
+        )
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return torch.cat([part.float() for part in self.parts])
+
+    def loss(self, step: int, index: int) -> Tensor:
+        column = step * MICROBATCHES + index
+        return -sum((part[:, column].sum().float() for part in self.parts), torch.zeros(()))
+
+
+WAYS = {
+    "pulled": {"fresh": "pull"},
+    "pushed": {"fresh": "push"},
+    "pulled, by buckets": {"fresh": "pull", "by_buckets": True},
+    "pushed, by buckets": {"fresh": "push", "by_buckets": True},
+}
 
 
 class Diary:
@@ -128,9 +158,14 @@ class Replica:
         delay: Delay = float,
         rows: int = ROWS,
         table: bool = False,
+        by_buckets: bool = False,
+        clip: Clip | None = None,
         **options: Any,
     ) -> None:
-        self.comm, self.model, self.delay = comm, (TableColumns if table else Columns)(rounds, rows), delay
+        kind = TableColumns if table else SplitColumns if by_buckets else Columns
+        self.comm, self.model, self.delay = comm, kind(rounds, rows), delay
+        if by_buckets:  # unless something is done to the gradient as a whole; what a training has says whether it does
+            options.setdefault("before_update", Update(self.model, clip, 0.0))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
         self.strategy = Watched(self.model, self.optimizer, comm, bound=bound, copies=copies, **options)
         self.computed = 0

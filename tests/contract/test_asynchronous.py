@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from racing_rounds import ROWS, TURNS, Diary, Replica, assert_counted_once, lives, sized
+from racing_rounds import ROWS, TURNS, WAYS, Diary, Replica, assert_counted_once, lives, sized
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("one_thread_each")
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("one_thread_each")
 # --- the bound, and each piece once
 
 
-FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize("bound", [1, 2, 3, None])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 0), (4, 0), (2, 1), (3, 2), (4, 3)])
 def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_every_owner(
-    bound: int | None, workers: int, servers: int, fresh: str
+    bound: int | None, workers: int, servers: int, way: str
 ) -> None:
     membership, diary = sized(workers, servers), Diary()
 
@@ -35,7 +35,7 @@ def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_ever
             replica.round(membership, number)
         return replica.model.weight.detach().clone(), replica.strategy.tallies
 
-    found = lives(membership, life, bound, rounds=2, slow=[0] if workers > 1 else [], fresh=fresh)
+    found = lives(membership, life, bound, rounds=2, slow=[0] if workers > 1 else [], **WAYS[way])
     for weight, _ in found:
         assert_counted_once(weight)
         assert torch.equal(weight, found[0][0])
@@ -52,11 +52,9 @@ def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_ever
         assert farthest <= bound
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize(("bound", "reached"), [(1, 1), (2, 2), (None, TURNS - 1)])
-def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(
-    bound: int | None, reached: int, fresh: str
-) -> None:
+def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(bound: int | None, reached: int, way: str) -> None:
     """Without it, the test above would see nothing."""
     membership, has_begun, can_do_no_more = sized(2, 1), threading.Event(), threading.Event()
     allowed = 2 * (1 + 2 * reached)  # microbatches: the other half of the first step, and the steps up to the bound
@@ -77,14 +75,14 @@ def test_a_slow_worker_lets_the_others_run_ahead_as_far_as_the_bound(
         replica.round(membership)
         return replica.strategy.tallies.leads
 
-    assert max(lives(membership, life, bound, fresh=fresh)[2]) == reached
+    assert max(lives(membership, life, bound, **WAYS[way])[2]) == reached
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize("bound", [1, 2])
 @pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2), (3, 0)])
 def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
-    bound: int, workers: int, servers: int, fresh: str
+    bound: int, workers: int, servers: int, way: str
 ) -> None:
     """Ho et al. 2013: who is at step t reads the updates of all steps before t - s, whoever made them."""
     membership, diary = sized(workers, servers), Diary()
@@ -93,7 +91,7 @@ def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
         replica.strategy.diary = diary
         replica.round(membership)
 
-    lives(membership, life, bound, slow=[1], fresh=fresh)
+    lives(membership, life, bound, slow=[1], **WAYS[way])
     for what, piece, seen in diary.lines:
         if what == "begin" and piece.turn > bound:
             assert seen is not None
@@ -101,11 +99,11 @@ def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
             assert not missing, f"{piece} began without the updates of {missing}"
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize(("workers", "servers", "bound"), [(2, 0, None), (3, 2, 1), (2, 3, None)])
 def test_over_shared_memory_and_with_copies_every_piece_counts_once(
-    copies: int, workers: int, servers: int, bound: int | None, fresh: str
+    copies: int, workers: int, servers: int, bound: int | None, way: str
 ) -> None:
     membership = sized(workers, servers)
 
@@ -114,7 +112,7 @@ def test_over_shared_memory_and_with_copies_every_piece_counts_once(
             replica.round(membership, number)
         return replica.model.weight.detach().clone()
 
-    for weight in lives(membership, life, bound, "mesh", copies, rounds=2, fresh=fresh):
+    for weight in lives(membership, life, bound, "mesh", copies, rounds=2, **WAYS[way]):
         assert_counted_once(weight)
 
 

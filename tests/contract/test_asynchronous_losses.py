@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from broken_rounds import LOSSES, SERVERS_LOST, broken_round
-from racing_rounds import assert_counted_once, team
+from racing_rounds import WAYS, assert_counted_once, team
 
 from unisono.core.errors import SlicesLost
 from unisono.core.membership import Membership
@@ -13,39 +13,40 @@ from unisono.core.membership import Membership
 pytestmark = pytest.mark.usefixtures("one_thread_each")
 
 
-FRESH = pytest.mark.parametrize("fresh", ["pull", "push"])
+EVERY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bound", [1, None])
 def test_when_a_worker_is_lost_the_rest_finish_the_round_and_every_piece_counts_once(
-    name: str, at: int, bound: int | None, fresh: str
+    name: str, at: int, bound: int | None, way: str
 ) -> None:
     before, after = LOSSES[name]
-    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, fresh=fresh)
+    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, **WAYS[way])
     assert len(found) == len(after.members)
     for weight in found:
         assert_counted_once(weight)
 
 
-@FRESH
-@pytest.mark.parametrize("pushes", [1, 2, 4])
+@EVERY_WAY
+@pytest.mark.parametrize("messages", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [team(2, [0, 1], [2, 3]), team(2, [1], [2, 3]), team(2, [0, 1], [3, 2])])
 def test_a_piece_that_one_owner_has_seen_and_the_other_has_not_counts_once_on_both(
-    pushes: int, after: Membership, fresh: str
+    messages: int, after: Membership, way: str
 ) -> None:
-    for weight in broken_round(team(1, [0, 1], [2, 3]), after, None, -1, half_pushed=pushes, fresh=fresh):
+    """By buckets, a piece is three messages to each: it breaks off behind any of them."""
+    for weight in broken_round(team(1, [0, 1], [2, 3]), after, None, -1, half_pushed=messages, **WAYS[way]):
         assert_counted_once(weight)
 
 
-@FRESH
+@EVERY_WAY
 @pytest.mark.parametrize("name", SERVERS_LOST)
-@pytest.mark.parametrize("pushes", [1, 3])
-def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, pushes: int, fresh: str) -> None:
+@pytest.mark.parametrize("messages", [1, 3, 5])
+def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, messages: int, way: str) -> None:
     before, after = SERVERS_LOST[name]
-    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=pushes, fresh=fresh):
+    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=messages, **WAYS[way]):
         assert_counted_once(weight)
 
 

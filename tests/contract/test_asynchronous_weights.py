@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from counted_bytes import LAYER, sent_in_a_round
-from racing_rounds import LONGEST_S, MICROBATCHES, ROWS, TURNS, Replica, lives, sized
+from racing_rounds import LONGEST_S, MICROBATCHES, ROWS, TURNS, WAYS, Replica, lives, sized
 from ranks import in_threads, network
 from torch import Tensor, nn
 
@@ -113,10 +113,10 @@ def test_what_is_pushed_may_come_late_but_a_worker_has_all_of_its_own_updates_bu
     assert not servers or sum(missing for _, missing in found) > workers, "the last one was waited for too"
 
 
-@FRESH
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("workers", "servers"), [(3, 1), (3, 2), (2, 3), (3, 0)])
-def test_a_worker_never_computes_on_half_of_a_slice(workers: int, servers: int, fresh: str) -> None:
-    """All that is of one owner has seen the same updates."""
+def test_a_worker_never_computes_on_half_of_a_slice(workers: int, servers: int, way: str) -> None:
+    """All that one owner has of a bucket has seen the same updates."""
     membership = sized(workers, servers)
     torn: list[Piece] = []
 
@@ -126,10 +126,11 @@ def test_a_worker_never_computes_on_half_of_a_slice(workers: int, servers: int, 
         def look(piece: Piece) -> None:
             gradients = replica.strategy._gradients
             assert gradients is not None
-            weight = replica.model.weight.detach()
-            columns = torch.arange(weight.numel()) % weight.shape[1]
             for rank in membership.owners:
-                for _, start, stop in owned_by(rank, gradients.layout, membership):
+                for bucket, start, stop in owned_by(rank, gradients.layout, membership):
+                    (position,) = gradients.layout.members(bucket)
+                    weight = gradients.parameters[position].detach()
+                    columns = torch.arange(weight.numel()) % weight.shape[1]
                     seen = torch.bincount(columns[start:stop], weight.flatten()[start:stop] != 0)
                     if not ((seen == 0) | (seen == torch.bincount(columns[start:stop]))).all():
                         torn.append(piece)
@@ -139,7 +140,7 @@ def test_a_worker_never_computes_on_half_of_a_slice(workers: int, servers: int, 
         for number in range(2):
             replica.round(membership, number)
 
-    lives(membership, life, None, rounds=2, fresh=fresh)
+    lives(membership, life, None, rounds=2, **WAYS[way])
     assert not torn
 
 

@@ -175,6 +175,36 @@ def test_a_fault_fires_once_at_its_place_in_its_step(fault: Fault, expected: lis
     assert reached(fault, [*VISITS, *VISITS]) == expected  # a step that is done again does not fail again
 
 
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault("drop", 0, 6, "forward"), [(6, "forward")]),
+        (Fault("drop", 0, 7, "forward"), [(8, "forward")]),  # nobody gave this worker anything of step 7
+        (Fault("drop", 0, 10, "data"), [(10, "data")]),
+        (Fault("drop", 0, 5, "collective"), [(5, "collective")]),
+        (Fault("drop", 0, 7, "update"), [(12, "update")]),
+        (Fault("drop", 0, 11, "forward"), []),
+        (Fault("drop", 0, 12, "evaluate"), [(12, "evaluate")]),
+        (Fault("drop", 0, 14, "forward"), [(14, "forward")]),
+    ],
+)
+def test_where_workers_meet_once_in_several_steps_a_fault_fires_with_the_next_piece_of_its_round(
+    fault: Fault, expected: list[tuple[int, str]]
+) -> None:
+    done: list[tuple[int, str]] = []
+    points = FaultPoints([fault], lambda _: None, {"drop": lambda: done.append((points.step, here))})
+    for first, pieces in ((1, (1, 1, 2, 4)), (5, (5, 6, 8, 10)), (13, (14,))):
+        points.step = first
+        for step in pieces:
+            points.go_on_to(step)
+            for here in ("data", "forward", "collective"):
+                points.reach(here)
+        points.go_on_to({1: 4, 5: 12, 13: 14}[first])
+        for here in ("collective", "update", "evaluate"):
+            points.reach(here)
+    assert done == expected
+
+
 def test_a_slow_worker_takes_its_factor_longer_from_its_first_to_its_last_slow_step() -> None:
     told: list[events.Event] = []
     points = FaultPoints([Fault("slow", 1, 3, factor=5.0, until=4)], told.append, {})

@@ -41,13 +41,13 @@ class Fault:
     until: int | None = None  # slow: the last slow step
     seconds: float | None = None  # hang, freeze: how long; None is for ever
 
-    def matches(self, step: int, place: str) -> bool:
-        """Whether it is due when its worker reaches `place` with `step` in hand. A slow worker is slow all along."""
+    def matches(self, steps: range, place: str) -> bool:
+        """Whether it is due when its worker reaches `place` with these steps in hand. A slow one is slow all along."""
         if place != self.at or self.kind == "slow":
             return False
         if place in WITHIN_A_STEP:
-            return step == self.step
-        return place == "start" or step >= self.step
+            return self.step in steps
+        return place == "start" or steps[-1] >= self.step
 
     def slows(self, step: int) -> bool:
         return self.kind == "slow" and self.step <= step and (self.until is None or step <= self.until)

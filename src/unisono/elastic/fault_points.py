@@ -20,22 +20,35 @@ from unisono.core.faults import Fault
 
 
 class FaultPoints:
-    """`step` is the one in hand as users count them: the first is 1. `actions` holds ``drop`` and ``corrupt``."""
+    """`step` is the one in hand as users count them: the first is 1. Where workers meet once in several steps, all of
+    them are in hand from the first that they have begun. `actions` holds ``drop`` and ``corrupt``."""
 
     def __init__(self, faults: Sequence[Fault], emit: Sink, actions: Mapping[str, Callable[[], None]]) -> None:
-        self.step = 0
+        self._first = self._step = 0
         self._emit, self._actions = emit, actions
         self._waiting = [fault for fault in faults if fault.kind != "slow"]
         self._slow = [fault for fault in faults if fault.kind == "slow"]
         self._announced: set[Fault] = set()
         self._lock = threading.Lock()  # collectives may be reached from another thread than the loop's
 
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._first = self._step = step
+
+    def go_on_to(self, step: int) -> None:
+        """A further step, and nobody has met since the first."""
+        self._step = max(self._step, step)
+
     def reach(self, place: str) -> None:
         """Every fault that is due here happens, each of them once in the life of this worker."""
         if not self._waiting:
             return
         with self._lock:
-            due = [fault for fault in self._waiting if fault.matches(self.step, place)]
+            due = [fault for fault in self._waiting if fault.matches(range(self._first, self._step + 1), place)]
             self._waiting = [fault for fault in self._waiting if fault not in due]
         for fault in due:
             self._announce(fault, place)

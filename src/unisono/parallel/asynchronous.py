@@ -33,8 +33,9 @@ from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.optimizer_trials import pace_of
 from unisono.parallel.owing import Debts
-from unisono.parallel.owner import PUSH, Delayed, Manner, Owner, Tallies, bits
-from unisono.parallel.round_words import bounds, flags, mean_losses, places_in
+from unisono.parallel.owner import Delayed, Manner, Owner, Tallies
+from unisono.parallel.pushing import Pushing
+from unisono.parallel.round_words import bounds, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slice_optimizer import Settings
 from unisono.parallel.slices import Seen
@@ -219,6 +220,7 @@ class Asynchronous(ParameterServer):
             self._source = Pushed(self.comm, self._begin_asking, known, put, self.bound)
         else:
             self._source = Pulled(self._begin_asking, known, put, self.bound)
+        self._pushing = Pushing(self.comm.rank, self._membership, gradients, self._outgoing, known, self._begin_asking)
         return self._source
 
     def _end_round(self) -> None:
@@ -252,7 +254,8 @@ class Asynchronous(ParameterServer):
         assert self._gradients is not None
         mine = range(piece.first, piece.last)
         landings = tuple(Landing(level=0, merges=min(place, 1)) for place in range(len(mine)))
-        self._gradients.begin_step(Assignment(mine, landings), lambda _: None)
+        self._gradients.begin_step(Assignment(mine, landings), self._push_ahead)
+        self._pushing.begin(piece, self._coding.draw("codes of gradients", self._round, *piece))
         self._nominal = len(mine) / len(self._weights)  # the piece's share of its step, if all microbatches are equal
         self._share, self._loss = 0.0, 0.0
 
@@ -279,23 +282,27 @@ class Asynchronous(ParameterServer):
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
         self._gradients.end_microbatch()
 
+    def _push_ahead(self, bucket: int) -> None:
+        """What is complete goes off while the rest is computed."""
+        assert self._gradients is not None
+        if self._hastens and self._gradients.cursor is not None and math.isfinite(self._loss):
+            self._pushing.push_up_to(bucket, self._nominal, self._loss / self._share)
+
+    @property
+    def _hastens(self) -> bool:
+        """Whether nothing is done to the gradient of a piece as a whole."""
+        as_it_is = self._coding.is_exact and self._coding.clip is None and self.delayed != "compensate"
+        return as_it_is and not self.counts and getattr(self.before_update, "changes_nothing", False)
+
     @torch.no_grad()
     def _push(self, piece: Piece) -> None:
-        gradients = self._gradients
-        assert gradients is not None
+        assert self._gradients is not None
         assert self._source is not None
         loss = self._loss / self._share if self._share else 0.0
         counts = self._nominal if self._share and math.isfinite(loss) else 0.0
-        draw = self._coding.draw("codes of gradients", self._round, *piece)
         if counts:
-            self._prepare(piece, gradients)
-        asked = {}
-        for rank in self._membership.owners:
-            vectors = [*self._slices_of(rank, gradients, draw), flags(gradients.used)] if counts else []
-            words = Words(PUSH, (self._holdings.known[rank], *piece, bits(counts), bits(loss), draw), vectors)
-            asked[rank] = self._begin_asking(rank, words)
-        for rank, wait in asked.items():
-            answer = wait()
+            self._prepare(piece, self._gradients)
+        for rank, answer in self._pushing.push_rest(counts, loss):
             self._source.made(rank, *answer.numbers)
             for told in answer.vectors:
                 self._outgoing.made(places_in(told.tolist()))
@@ -321,15 +328,6 @@ class Asynchronous(ParameterServer):
             assert self._owner is not None
             return partial(self._owner.answer, rank, words)
         return self._asker.ask(rank, words, self._rooms[rank]).wait
-
-    def _slices_of(self, rank: int, gradients: Gradients, draw: int) -> list[Tensor]:
-        """Our gradient of an owner's slices; codes are for others."""
-        buckets, places = self._buckets(gradients), owned_by(rank, gradients.layout, self._membership)
-        rows = [gradients.packed_rows(*place) for place in places if place[0] >= len(buckets)]
-        dense = places[: len(places) - len(rows)]
-        if rank == self.comm.rank:
-            return [*(self._outgoing.whole(place, buckets[place[0]]) for place in dense), *rows]
-        return [*(self._outgoing.coded(place, buckets[place[0]], draw) for place in dense), *rows]
 
     # --- the end of a round
 

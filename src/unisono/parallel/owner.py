@@ -36,7 +36,7 @@ from unisono.parallel.table_slices import TableOptimizer
 from unisono.parallel.table_views import TableViews
 from unisono.parallel.views import Views, owned_by
 
-TAKE, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(10)
+TAKE, PART, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(11)
 COPIES, SUBSCRIPTIONS = 1, 2  # lanes, beside that of other questions
 NOT_WANTED = -2  # in the place of the update that a worker knows: a piece, but no weights with it
 
@@ -156,7 +156,12 @@ class Owner:
             known = question.numbers[0]
             if question.what == PULL:
                 return Words(WEIGHTS, *self._fresh(rank, known))
-            made = self._update(rank, question, self._tallies.updates - known if known >= 0 else 0)
+            delay = self._tallies.updates - known if known >= 0 else 0
+            made = self._update(rank, question, delay)
+            if question.what == PART:
+                return Words(SEEN)
+            self._tallies.delays[delay] += 1
+            self._tallies.updates += 1
             updates = self._tallies.updates
         with self._news:
             self._news.notify_all()
@@ -210,8 +215,9 @@ class Owner:
     # --- updates
 
     def _update(self, rank: int, question: Words, delay: int) -> list[Place]:
-        """Returns where it was made: on all slices that had not seen it."""
-        _, turn, first, last, share, loss, draw = question.numbers
+        """Returns where it was made: on all slices that had not seen it. A part of it has the number of the update that
+        counts next, so whoever has looked before it looks at these slices again."""
+        _, turn, first, last, share, loss, draw, start, stop = question.numbers
         manner, vectors = self._manner, question.vectors
         pace = manner.pace(number(share)) if number(share) else 0.0
         late = delay / self._pushes_a_step  # in steps
@@ -219,26 +225,24 @@ class Owner:
             pace /= max(1.0, late)
         elif manner.delayed == "compensate" and delay and vectors:
             vectors = [*self._compensated(rank, vectors, draw), vectors[-1]]
-        words = Words(COPY, (turn, first, last, bits(pace), share, bits(late), loss, draw), vectors)
-        self._views.make_way(rank, self._changed_by(words))
+        words = Words(COPY, (turn, first, last, bits(pace), share, bits(late), loss, draw, start, stop), vectors)
+        self._views.make_way(self._changed_by(words), None if question.what == PART else rank)
         made, changed = self._see(self._places, words)
         for pending in [self._asker.ask(owner, words, self._room) for owner in self._next]:
             pending.wait()
         self._views.note([at for at in changed if self._places[at][0] < self._dense], self._tallies.updates + 1)
         self._tables.note(changed, self._tallies.updates + 1)
-        self._tallies.delays[delay] += 1
-        self._tallies.updates += 1
         return made
 
     def _changed_by(self, words: Words) -> list[Place]:
         """Which of our dense slices an update will change."""
-        *piece, pace, _, _, _, _ = words.numbers
+        *piece, pace, _, _, _, _, start, stop = words.numbers
         if not number(pace):
             return []
         seen, used = Piece(*piece), words.vectors[-1].tolist()
         return [
             place
-            for place in self._places
+            for place in self._places[start:stop]
             if place[0] < self._dense
             and any(seen not in one.seen and one.is_changed_by(used) for one in self._held[place])
         ]
@@ -263,15 +267,16 @@ class Owner:
 
     @torch.no_grad()
     def _see(self, places: Sequence[Place], words: Words) -> tuple[list[Place], list[int]]:
-        """Make the update of a piece on those slices that have not seen it. Returns where it was made, and which of the
-        places it has changed."""
-        *piece, pace, share, late, loss, draw = words.numbers
+        """Make the update of a piece, or of what has come of it, on those slices that have not seen it. Returns where
+        it was made, and which of the places it has changed."""
+        *piece, pace, share, late, loss, draw, start, stop = words.numbers
         seen, made, changed = Piece(*piece), list[Place](), set[int]()
         used = [bool(flag) for flag in words.vectors[-1].tolist()] if words.vectors else []
-        for position, place in enumerate(places):
+        for position in range(start, stop):
+            place = places[position]
             left = [one for one in self._held[place] if seen not in one.seen]
             if left and number(pace):
-                cut = self._cutter(place, words.vectors[position], draw)
+                cut = self._cutter(place, words.vectors[position - start], draw)
                 for one in left:
                     part, settings = cut(one), self._manner.settings[seen.turn]
                     if one.step(part, used, number(pace), settings, number(share), number(late)):

@@ -66,10 +66,10 @@ class Views:
         for place in changed:
             self._changed[place] = update
 
-    def make_way(self, rank: int, places: Sequence[Place]) -> None:
-        """Before an update of these slices from what this worker has computed."""
-        if self.shows:
-            self._editions.release(rank)
+    def make_way(self, places: Sequence[Place], done: int | None) -> None:
+        """Before an update of these slices. `done`: the worker that computes on none of ours any more."""
+        if self.shows and done is not None:
+            self._editions.release(done)
         for place in places:
             self._editions.make_way(place)
 

@@ -173,6 +173,9 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     for index, turn in job.strategy.work(attempt.mine, data.step.turns):
         exchanged_s += time.perf_counter() - asked  # nothing, unless updates go out and weights come in between
         session.check()
+        if turn is not None:
+            job.faults.go_on_to(attempt.step + turn + 1)
+            job.faults.reach("data")
         job.faults.reach("forward")
         began = time.perf_counter()
         if turn is None:
