@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unisono.comm.mesh_address import Address, Hello
+from unisono.comm.mesh_congestion import begin_without_bbr
 from unisono.comm.mesh_loss import Loss
 from unisono.comm.mesh_shared import lane_bytes
 from unisono.comm.mesh_talk import Line, Talk, near_socket, socket_for, widen
@@ -69,6 +70,7 @@ class Door:
                     cause=str(error),
                     do="give an IP address of this machine that the other hosts can reach",
                 ) from None
+            begin_without_bbr(far)
             self.listeners[far.fileno()] = far
             port = far.getsockname()[1]
         for listener in self.listeners.values():

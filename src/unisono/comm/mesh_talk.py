@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from unisono.comm import mesh_shared
 from unisono.comm.mesh_address import HELLO_BYTES, Address, Hello
+from unisono.comm.mesh_congestion import begin_without_bbr, settle, systems_choice
 from unisono.comm.mesh_shared import Lanes
 from unisono.comm.mesh_tls import SecureSocket, Tls
 
@@ -109,15 +110,15 @@ class Talk:
     def _secure(self, tls: Tls | None, calling: bool) -> Steps:
         self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if tls is None:
-            return
-        secured = self.sock = tls.wrap(self._plain, calling)
-        while True:
-            try:
-                secured.handshake()
-                return
-            except BlockingIOError:
-                yield EPOLLIN
+        if tls is not None:
+            secured = self.sock = tls.wrap(self._plain, calling)
+            while True:
+                try:
+                    secured.handshake()
+                    break
+                except BlockingIOError:
+                    yield EPOLLIN
+        settle(self._plain, systems_choice(self._plain.family))
 
     def _listen(self, near: bool = False) -> Steps:
         data = b""
@@ -147,7 +148,9 @@ class Talk:
 def socket_for(target: Address, near: bool) -> socket.socket:
     if near:
         return near_socket()
-    return socket.socket(socket.AF_INET6 if ":" in target.ip else socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(socket.AF_INET6 if ":" in target.ip else socket.AF_INET, socket.SOCK_STREAM)
+    begin_without_bbr(sock)
+    return sock
 
 
 def near_socket() -> socket.socket:
