@@ -11,7 +11,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-from unisono.elastic.activity import Activity, Pulse, user_frame
+from unisono.elastic.activity import Activity, Pulse, times_run_in, user_frame
 from unisono.wire import messages as m
 
 
@@ -73,6 +73,13 @@ def test_a_look_at_the_stack_does_not_stand_still_over_garbage() -> None:
     """In a process of its own: nothing, not even a time-out, would get a word in."""
     done = subprocess.run([sys.executable, "-c", RUBBISH], capture_output=True, text=True, timeout=30)
     assert done.stdout == "7 True\n", done.stderr
+
+
+def test_a_kernel_that_does_not_count_how_often_a_thread_ran_says_nothing() -> None:
+    """Not something that stays the same for ever, as if the thread stood still."""
+    counted = "voluntary_ctxt_switches:\t7\nnonvoluntary_ctxt_switches:\t3\n"
+    assert times_run_in(f"Name:\tpython\n{counted}") == counted
+    assert times_run_in("Name:\tpython\nThreads:\t4\n") == ""
 
 
 def test_a_frame_that_is_between_two_lines_is_named_without_one() -> None:

@@ -173,6 +173,11 @@ def test_the_rank_that_keeps_its_replica_waiting_is_the_one_that_does_not_wait(
     assert stacks.late_rank(first, others) == late
 
 
+def test_a_first_rank_that_waits_for_other_replicas_does_not_keep_its_own_waiting() -> None:
+    assert stacks.late_rank(COMPUTES, {1: WAITS}) == 0
+    assert stacks.late_rank(COMPUTES, {1: WAITS}, waits=True) is None
+
+
 def test_ranks_that_all_wait_are_told_from_those_of_which_one_computes() -> None:
     assert stacks.all_in_collectives([WAITS, WAITS_TOO])
     assert not stacks.all_in_collectives([WAITS, COMPUTES])

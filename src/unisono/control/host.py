@@ -162,7 +162,8 @@ class Host:
             loaders = [stacks.user_line(text) for pid, text in found.items() if pid not in (pids[0], *ranks.values())]
             inside = next((line for line in loaders if line), "")
             where, doing = inside or own, "reading data" + (" in a loader process" if inside else "")
-        late = stacks.late_rank(found.get(pids[0], ""), {rank: found.get(pid, "") for rank, pid in ranks.items()})
+        theirs = {rank: found.get(pid, "") for rank, pid in ranks.items()}
+        late = stacks.late_rank(found.get(pids[0], ""), theirs, status is not None and status.waits)
         if late is not None and late > 0:
             where = stacks.user_line(found.get(ranks[late], ""))
             doing = f"waiting for its rank {late}" + (", which is stopped" if _state(ranks[late]) == "T" else "")

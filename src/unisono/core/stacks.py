@@ -77,11 +77,12 @@ def all_in_collectives(texts: Iterable[str]) -> bool:
     return all(map(is_in_collective, texts))
 
 
-def late_rank(first: str, others: Mapping[int, str]) -> int | None:
+def late_rank(first: str, others: Mapping[int, str], waits: bool = False) -> int | None:
     """Which rank keeps its replica waiting, by the stacks of all: the first that does not wait itself. One that did not
-    answer is in native code or stopped. None: nobody, for nobody waits, or everybody does."""
+    answer is in native code or stopped. None: nobody, for nobody waits, or everybody does. `waits`: the first rank is
+    known to wait for other replicas, so whoever waits for it waits for those."""
     if not is_in_collective(first):
-        return 0 if first and others and all_in_collectives(others.values()) else None
+        return 0 if not waits and first and others and all_in_collectives(others.values()) else None
     return min((rank for rank, text in others.items() if not is_in_collective(text)), default=None)
 
 

@@ -159,10 +159,15 @@ def _frames_of_all_threads() -> dict[int, FrameType]:
 def _times_run() -> str:
     """How often the kernel has let the main thread run, in its words; empty where it does not say."""
     try:
-        text = Path(f"/proc/self/task/{os.getpid()}/status").read_text()
+        return times_run_in(Path(f"/proc/self/task/{os.getpid()}/status").read_text())
     except OSError:
         return ""
-    return text[text.find("voluntary_ctxt_switches") :]
+
+
+def times_run_in(text: str) -> str:
+    """Of a thread's ``status``; not every kernel has it there."""
+    at = text.find("voluntary_ctxt_switches")
+    return text[at:] if at >= 0 else ""
 
 
 def is_waiting(frame: FrameType | None) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor
 from unisono.nn.attention_kernel import BLOCKS, PLACES, gradients
 
 HOPPER = 9  # the first number of the compute capability that the blocks were measured for
+_MOST_HEADS = (1 << 16) - 1  # programs side by side in the second direction
+_FARTHEST = 1 << 31  # elements from one place of a head to another, which the kernels count in 32 bits
 _aten = torch.ops.aten
 Undo = Callable[[], None]
 
@@ -44,6 +46,10 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> str:
         return f"a head is {q.shape[3]} wide"
     if q.shape[2] % PLACES:
         return f"{q.shape[2]} places do not divide by {PLACES}"
+    if q.shape[0] * q.shape[1] > _MOST_HEADS:
+        return f"{q.shape[0]} sequences have {q.shape[0] * q.shape[1]} heads together"
+    if any(q.shape[2] * side.stride(2) >= _FARTHEST for side in (q, k, v)):
+        return f"{q.shape[2]} places lie too far apart"
     return "" if all(side.stride(3) == 1 for side in (q, k, v)) else "a head does not lie in one piece"
 
 
@@ -97,6 +103,7 @@ def _backward(
         )  # fmt: skip
         by_q, by_k, by_v = (side.transpose(1, 2) for side in found)
         return by_q, by_k, by_v
-    by_out = grad_out if grad_out.stride(3) == 1 else grad_out.contiguous()
+    near = grad_out.stride(3) == 1 and grad_out.shape[2] * grad_out.stride(2) < _FARTHEST
+    by_out = grad_out if near else grad_out.contiguous()
     factor = query.shape[3] ** -0.5 if scale is None else scale
     return gradients(by_out, query, key, value, out, logsumexp, is_causal, factor)

@@ -192,6 +192,7 @@ def gradients(job: Job, plan: Plan, attempt: Attempt, data: Loaded) -> Reduced:
     session.activity.measured(ended - started + data.waited_s, len(attempt.mine))
     session.activity.now("adding up the gradients")
     steps = job.strategy.steps_in(data.step.turns)
+    job.faults.go_on_to(attempt.step + steps)  # also for who computed nothing of the last of them, or nothing at all
     stop = STOPPED_BY_RUN if job.stop_is_asked(steps) else float(plan.stop_asked())
     notes = Notes(
         data.waited_s,
