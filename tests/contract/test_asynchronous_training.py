@@ -202,3 +202,23 @@ def test_with_counts_a_piece_is_the_mean_over_what_is_counted(servers: int) -> N
     for weight in lives(membership, life, None):
         shares = torch.tensor([1.0, 2.0, 3.0, 4.0]) / 10
         torch.testing.assert_close(weight[0].view(TURNS, MICROBATCHES), shares.expand(TURNS, -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(1, 0), (2, 1)])
+def test_a_round_may_end_with_pieces_that_have_no_samples(workers: int, servers: int) -> None:
+    """As the short batch at the end of an epoch gives them to some workers."""
+    membership = sized(workers, servers)
+
+    def life(replica: Replica) -> Tensor:
+        strategy = replica.strategy
+        strategy.begin_step([WEIGHT] * MICROBATCHES)
+        for index, turn in strategy.work(membership.ranges[replica.comm.rank], TURNS):
+            weight = WEIGHT if turn < TURNS - 1 else 0.0
+            strategy.forward_backward(Microbatch(turn, index, weight), partial(replica.compute, turn, index))
+        strategy.step(strategy.reduce([]).loss, lambda: 0.0)
+        return replica.model.weight.detach().clone()
+
+    for weight in lives(membership, life, None):
+        trained, empty = weight[:, :-MICROBATCHES], weight[:, -MICROBATCHES:]
+        torch.testing.assert_close(trained, torch.full_like(trained, WEIGHT), rtol=1e-5, atol=1e-6)
+        assert not empty.any()

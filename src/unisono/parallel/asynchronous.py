@@ -57,6 +57,7 @@ class Asynchronous(ParameterServer):
     workers. `compression` of what travels both ways, with draws from `seed`."""
 
     changes_only_in_step = False
+    _trains = False  # whether a piece of ours in this round has had a gradient; the last one may be without samples
     skips = False  # pieces whose loss is not finite
     counts = False  # weights of microbatches are counts of whatever they are means over, not shares of their step
 
@@ -178,6 +179,7 @@ class Asynchronous(ParameterServer):
 
     def begin_step(self, weights: Sequence[float]) -> None:
         super().begin_step(weights)
+        self._trains = False
         if self._round != self.version:
             self._round = self.version
             self.tallies.pushed = self.tallies.acknowledged = 0
@@ -298,6 +300,7 @@ class Asynchronous(ParameterServer):
     def _push(self, piece: Piece) -> None:
         assert self._gradients is not None
         assert self._source is not None
+        self._trains |= any(self._gradients.used)
         loss = self._loss / self._share if self._share else 0.0
         counts = self._nominal if self._share and math.isfinite(loss) else 0.0
         if counts:
@@ -340,10 +343,10 @@ class Asynchronous(ParameterServer):
         return super(ParameterServer, self).reduce(notes)
 
     def _settle(self, gradients: Gradients, blocked_s: float, notes: Sequence[float]) -> Reduced:
-        total, count = len(self._weights), len(gradients.names)
+        total = len(self._weights)
         row = [
             *mean_losses(self._held, total),
-            *gradients.used,
+            self._trains,
             *self._buffers.changed(),
             self.tallies.updates,
             blocked_s,
@@ -353,12 +356,12 @@ class Asynchronous(ParameterServer):
             *notes,
         ]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
-        _, second, third = accumulate([total, count, len(self._buffers)])
+        _, second, third = accumulate([total, 1, len(self._buffers)])
         self._changed = [any(row[i] for row in rows) for i in range(second, third)]
         self._holdings.known.update({rank: int(rows[rank][third]) for rank in self._membership.owners})
         pushed, acknowledged, applied = zip(*(row[third + 2 : third + 5] for row in rows), strict=True)
         self._made = int(sum(pushed)), int(sum(acknowledged)), int(min(applied))
-        if not self._finished and not any(row[i] for row in rows for i in range(total, second)):
+        if not self._finished and not any(row[total] for row in rows):
             raise SetupError(
                 "the loss depends on no parameter that can be trained",
                 cause="it was detached or computed under no_grad, or every parameter on its way is frozen",
