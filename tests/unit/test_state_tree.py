@@ -162,3 +162,14 @@ def test_tensors_are_named_as_a_person_would_name_them_and_never_twice() -> None
     _, tensors = state_tree.named({"model": {"a.weight": one, "a": {"weight": two}}, "own": [{"x": three}]})
     assert list(tensors) == ["model.a.weight", "model.a.weight#2", "own.0.x"]
     assert tensors["model.a.weight#2"] is not one
+
+
+def test_each_tensor_of_a_tree_knows_its_place_whatever_dots_are_in_its_name() -> None:
+    one, two, three = torch.zeros(1), torch.ones(1), torch.ones(2)
+    tree = {"model": {"a.weight": one, "a": {"weight": two}}, "own": ([{"x": three}, 0.5], "text"), 3: {}}
+    plain, _ = state_tree.named(tree)
+    assert state_tree.places(json.loads(json.dumps(plain))) == {
+        "model.a.weight": ("model", "a.weight"),
+        "model.a.weight#2": ("model", "a", "weight"),
+        "own.0.0.x": ("own", 0, 0, "x"),
+    }

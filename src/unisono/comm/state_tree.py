@@ -77,6 +77,25 @@ def restored(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _rebuild(plain, lambda name: tensors[name])
 
 
+def places(plain: Any) -> dict[str, tuple[Any, ...]]:
+    """Where in the tree of `named` each tensor is: the keys on the way to it."""
+    found: dict[str, tuple[Any, ...]] = {}
+
+    def look(node: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(node, list):
+            for at, item in enumerate(node):
+                look(item, (*path, at))
+        elif isinstance(node, dict) and "t" in node:
+            found[node["t"]] = path
+        elif isinstance(node, dict):
+            look(node.get("u"), path)
+            for key, value in node.get("d", ()):
+                look(value, (*path, key))
+
+    look(plain, ())
+    return found
+
+
 def _rebuild(node: Any, take: Callable[[Any], Tensor]) -> Any:
     if isinstance(node, list):
         return [_rebuild(item, take) for item in node]

@@ -56,7 +56,8 @@ def capture(job: Job) -> Captured:
 
 def take_up(job: Job, home: Home) -> TakenUp:
     """Go on from a checkpoint. The workers have not met yet."""
-    taken = load(home, _shapes(job), job.spec, job.fingerprint, job.carried)
+    keep = {} if job.spread is None else {"keep": job.spread.keep}
+    taken = load(home, _shapes(job), job.spec, job.fingerprint, job.carried, **keep)
     names = names_in_order(job.request.model, job.request.optimizer)
     with believed(taken.manifest, home.store.url if home.store else ""):
         state = dict(taken.state) if job.spread is None else job.spread.cut(taken.state)

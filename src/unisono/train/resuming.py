@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,6 +113,15 @@ def captured_carried(carried: Carried) -> tuple[dict[str, torch.Tensor], dict[st
     return own, held
 
 
+Keep = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
+"""What to keep of a tensor that is found at this place in the state."""
+
+
+def _all_of_it(place: tuple[Any, ...], tensor: torch.Tensor) -> torch.Tensor:
+    del place
+    return tensor
+
+
 @dataclass(frozen=True)
 class TakenUp:
     """A state as `capture` saw it, the checkpoint that it is from, and what is not as it was, in words."""
@@ -128,6 +137,7 @@ def load(
     spec: JobSpec,
     fingerprint: Fingerprint,
     carried: Carried = NOTHING,
+    keep: Keep = _all_of_it,
 ) -> TakenUp:
     """The newest checkpoint of which every byte is right. `here` is what the model has. Raises
     CheckpointMismatch, which names what does not fit."""
@@ -138,21 +148,32 @@ def load(
         require_match(here, dataclasses.replace(manifest, tensors=saved))
         differs = differences(manifest, spec, fingerprint, home.force)
         try:
-            names = [name for name in manifest.tensors if not name.startswith(CARRIED)]
-            tensors = dict(read_tensors(home.store, manifest, names, home.seal))
+            state = state_of(home.store, manifest, home.seal, keep)
             if carried is not NOTHING:  # read later, by whoever needs it; but damage must show while there is a choice
                 for problem in verify(home.store, _carried_part(manifest), home.seal):
                     raise problem
         except CheckpointDamaged as error:
             home.passed_over.append(error.what)
             continue
-        with believed(manifest, home.store.url):
-            return TakenUp(state_tree.restored(manifest.facts["tree"], tensors), manifest, differs)
+        return TakenUp(state, manifest, differs)
     raise CheckpointDamaged(
         f"none of the checkpoints in {home.store.url} can be used",
         cause="\n".join(home.passed_over),
         do="restore the files from a copy, or begin anew in another directory",
     )
+
+
+def state_of(store: Store, manifest: Manifest, seal: Seal | None, keep: Keep) -> Any:
+    """The tree of a checkpoint. Whoever shares a model reads all of it, since all must agree on what is damaged, but
+    has no more in memory than one whole tensor beside what it keeps."""
+    names = [name for name in manifest.tensors if not name.startswith(CARRIED)]
+    with believed(manifest, store.url):
+        places = state_tree.places(manifest.facts["tree"])
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in read_tensors(store, manifest, names, seal):
+            tensors[name] = keep(places.get(name, ()), tensor)
+            del tensor
+        return state_tree.restored(manifest.facts["tree"], tensors)
 
 
 def _carried_part(manifest: Manifest) -> Manifest:

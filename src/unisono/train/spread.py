@@ -56,6 +56,8 @@ class Spread:
         self, whole: Whole, shards: Shards, optimizer: torch.optim.Optimizer, mesh: Mesh, inner: Inner
     ) -> None:
         self.whole, self.shards, self.optimizer, self.mesh, self.inner = whole, shards, optimizer, mesh, inner
+        self._held_names = set(shards.shadow.state_dict())
+        self._held_as = {whole.first_name[name]: name for name, _ in shards.shadow.named_parameters()}
 
     @property
     def is_first(self) -> bool:
@@ -104,17 +106,23 @@ class Spread:
 
     # --- cut
 
+    def keep(self, place: tuple[Any, ...], tensor: Tensor) -> Tensor:
+        """Of a whole tensor that a checkpoint has at this place, what this rank holds; nothing of other stages'."""
+        if len(place) == 2 and place[0] == "model":
+            name = place[1] if place[1] in self._held_names else None
+        elif len(place) == 4 and place[:2] == ("optimizer", "state"):
+            name = self._held_as.get(place[2])
+        else:
+            return tensor
+        return tensor.new_empty(0) if name is None else self.shards.part(name, tensor)
+
     def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole state, as a checkpoint has it, to what this rank holds of it."""
+        """A state of which every tensor has gone through `keep`, as this rank takes it up."""
         shards = self.shards
-        model = {name: self._part(name, state["model"][name]) for name in shards.shadow.state_dict()}
+        model = {name: state["model"][name] for name in shards.shadow.state_dict()}
         names = names_in_order(shards.shadow, self.optimizer)
         saved, first = state["optimizer"], self.whole.first_name
-        entries = {
-            name: {key: self._part(name, value) for key, value in saved["state"][first[name]].items()}
-            for name in names
-            if first[name] in saved["state"]
-        }
+        entries = {name: saved["state"][first[name]] for name in names if first[name] in saved["state"]}
         here = {first[name]: name for name in names}  # a tied one may have another name on this rank
         groups = [{**group, "params": [here[n] for n in group["params"] if n in here]} for group in saved["groups"]]
         trainable = dict(zip(self.whole.parameters, state["trainable"], strict=True))
@@ -125,9 +133,6 @@ class Spread:
             "trainable": [trainable[first[name]] for name, _ in shards.shadow.named_parameters()],
             "modes": [module.training for module in shards.shadow.modules()],
         }
-
-    def _part(self, name: str, value: Any) -> Any:
-        return self.shards.part(name, value) if isinstance(value, Tensor) else value
 
 
 def _send(tensors: Mapping[str, Tensor], to: int) -> None:
