@@ -165,7 +165,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "hang_after": 60.0,
         "grace": 30.0,
         "verify_every": 100,
-        "noise_every": 50,
+        "noise_every": None,
         "balance": True,
         "faults": "",
         "listen": "",
@@ -189,6 +189,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "copies": None,
         "delayed": "",
         "fresh": "",
+        "round_steps": None,
         "mesh": "",
         "zero": None,
         "offload": False,
@@ -199,6 +200,29 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "compile": "",
         "recompute": "",
     }
+
+
+@pytest.mark.parametrize(("staleness", "round_steps"), [("16", None), ("100", None), ("4", 4), ("1", 1)])
+def test_a_bound_that_a_round_never_reaches_is_refused_with_the_round_that_it_needs(
+    staleness: str, round_steps: int | None
+) -> None:
+    asked = {"strategy": "ps", "staleness": staleness, "round_steps": round_steps}
+    with pytest.raises(UsageError) as caught:
+        build_run_spec(asked, "job.toml")
+    needed = int(staleness) + 1
+    for words in (
+        f"staleness {staleness} cannot",
+        f"{(round_steps or 16) - 1} apart",
+        f"--round-steps {needed}",
+        "inf",
+    ):
+        assert words in caught.value.what
+    assert build_run_spec(asked | {"round_steps": needed}, "job.toml").bound == needed - 1
+
+
+@pytest.mark.parametrize(("staleness", "round_steps"), [("15", None), ("inf", None), ("inf", 1), ("0", None), ("3", 4)])
+def test_a_bound_within_the_round_is_taken(staleness: str, round_steps: int | None) -> None:
+    build_run_spec({"strategy": "ps", "staleness": staleness, "round_steps": round_steps}, "job.toml")
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,10 @@ def run(
         str | None,
         typer.Option(help="With --staleness: workers fetch weights (pull, default), or servers send them (push)."),
     ] = None,
+    round_steps: Annotated[
+        int | None,
+        typer.Option(help="With --staleness: steps after which all meet (default 16).", metavar="N"),
+    ] = None,
     plaintext: Annotated[
         bool | None, typer.Option("--plaintext", help="Do not encrypt tensors between machines.")
     ] = None,
@@ -272,9 +276,9 @@ def run(
         "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
         "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
         "servers": servers, "local_servers": local_servers, "staleness": staleness, "copies": copies,
-        "delayed": delayed, "fresh": fresh, "mesh": mesh, "zero": zero, "offload": offload, "schedule": schedule,
-        "chunks": chunks, "plaintext": plaintext, "noise_every": noise_every, "precision": precision,
-        "compile": compile_, "recompute": recompute,
+        "delayed": delayed, "fresh": fresh, "round_steps": round_steps, "mesh": mesh, "zero": zero, "offload": offload,
+        "schedule": schedule, "chunks": chunks, "plaintext": plaintext, "noise_every": noise_every,
+        "precision": precision, "compile": compile_, "recompute": recompute,
     }  # fmt: skip
     values = read_spec_file(spec) if spec else {}
     values |= {key: value for key, value in asked.items() if value is not None and value != []}

@@ -22,11 +22,12 @@ from unisono.core.errors import BatchTooSmall, TooFewMicrobatches, UnknownKey, U
 from unisono.core.interval import parse_interval
 from unisono.core.mesh import AUTO, Mesh, parse_mesh
 
+ROUND_STEPS = 16  # after which workers meet that do not wait for each other, if nobody says
 SHARED_DEFAULT_MICROBATCHES = 4  # up to this many workers, the default gives the same bits without any flag
 _FROM_ENVIRONMENT = (
     "seed", "microbatches", "threads", "run_dir", "checkpoint_every", "checkpoint_to", "resume", "compress", "strategy",
-    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "fresh", "mesh", "precision",
-    "compile", "recompute",
+    "local_steps", "outer", "fragments", "servers", "staleness", "copies", "delayed", "fresh", "round_steps", "mesh",
+    "precision", "compile", "recompute",
 )  # fmt: skip
 PRECISIONS = ("fp32", "bf16", "bf16-all", "fp16", "fp8")
 COMPILES = ("none", "blocks", "whole", "tuned")
@@ -88,7 +89,7 @@ class RunSpec(BaseModel):
     hang_after: float = Field(default=60.0, gt=0)
     grace: float = Field(default=30.0, gt=0)
     verify_every: int = Field(default=100, ge=0)
-    noise_every: int = Field(default=50, ge=0)
+    noise_every: int | None = Field(default=None, ge=0)
     balance: bool = True
     faults: str = ""
     listen: str = ""
@@ -112,6 +113,7 @@ class RunSpec(BaseModel):
     copies: int | None = Field(default=None, ge=1)
     delayed: Literal["", "scale", "compensate"] = ""
     fresh: Literal["", "pull", "push"] = ""
+    round_steps: int | None = Field(default=None, ge=1)
     mesh: str = ""  # the shape of a replica; how many there are is `workers`
     zero: Literal[1, 2, 3] | None = None
     offload: bool = False
@@ -186,16 +188,30 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _servers_serve(self) -> Self:
-        names = ("servers", "local_servers", "staleness", "copies", "delayed", "fresh")
+        names = ("servers", "local_servers", "staleness", "copies", "delayed", "fresh", "round_steps")
         given = [name for name in names if getattr(self, name) not in (None, "")]
         if given and self.strategy != "ps":
             raise ValueError(f"{given[0]} belongs to the strategy ps; add --strategy ps, or leave it out")
+        if self.noise_every and self.strategy == "ps":
+            raise ValueError(
+                f"noise_every {self.noise_every} cannot take effect with the strategy ps: nobody has the sum "
+                "of all gradients; leave it out, or use all-reduce"
+            )
         if self.delayed and self.bound == 0:
             raise ValueError("with staleness 0 nothing is late; add --staleness, or leave out --delayed")
         if self.serving_here > self.serving:
             raise ValueError(f"{self.serving_here} local servers are more than all; add --servers {self.serving_here}")
         if self.fresh and self.bound == 0:
             raise ValueError("with staleness 0 all get weights at once; add --staleness, or leave out --fresh")
+        if self.round_steps and self.bound == 0:
+            raise ValueError("with staleness 0 all meet at every step; add --staleness, or leave out --round-steps")
+        round_steps = self.round_steps or ROUND_STEPS
+        if self.bound and self.bound >= round_steps:
+            raise ValueError(
+                f"staleness {self.bound} cannot take effect: all meet at the end of a round of {round_steps} steps, so "
+                f"they are at most {round_steps - 1} apart; add --round-steps {self.bound + 1} or more, or use "
+                "--staleness inf"
+            )
         if self.fresh == "push" and self.delayed == "compensate":
             raise ValueError(
                 "--delayed compensate needs to know of which weights a gradient is, unknown with --fresh push; "
@@ -260,6 +276,7 @@ class JobSpec(BaseModel):
     staleness: str = ""  # how far workers may be apart, empty: not at all
     delayed: str = ""  # what is done about gradients that come late, empty: nothing
     fresh: str = ""  # how weights come to workers that do not wait for each other, empty: pulled
+    round_steps: int | None = None  # after which they meet all the same; None: as many as usual
     mesh: str = ""  # the shape of a replica, empty: one rank
     sharing: str = ""  # how its ranks share the work, where that decides bits
     precision: str = "fp32"

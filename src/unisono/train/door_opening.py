@@ -30,7 +30,7 @@ from unisono.train.meeting import NoReplica, open_mesh
 _PATIENCE_S = 3.0  # before one that has come too late says so: a run that has lost somebody is over by then
 _WITHOUT_EFFECT = (
     "microbatches", "stop_after", "faults", "compress", "local_steps", "staleness", "copies", "delayed", "fresh",
-    "mesh",
+    "round_steps", "mesh",
 )  # fmt: skip
 
 _open: Connection | None = None

@@ -25,7 +25,7 @@ from unisono.comm.transport import choose
 from unisono.core import events
 from unisono.core.errors import SetupError
 from unisono.core.mesh import Mesh
-from unisono.core.spec import JobSpec, resolve_microbatches
+from unisono.core.spec import ROUND_STEPS, JobSpec, resolve_microbatches
 from unisono.data.anybody import AnybodysLoader
 from unisono.data.loading import Loader, open_loader
 from unisono.data.rounds import RoundLoader
@@ -50,8 +50,6 @@ from unisono.train.resuming import Home, open_home
 from unisono.train.settling import meter_for, settle_computing
 from unisono.train.strategies import open_strategy, settle_local_steps
 
-_ROUND_STEPS = 16  # after which workers meet that do not wait for each other
-
 
 def open_job(context: Context, request: Request) -> Job:
     context.before_opening(request)
@@ -73,7 +71,7 @@ def open_job(context: Context, request: Request) -> Job:
         fused = numerics.fuse(request.optimizer, device)
     if isinstance(prepared.scale, LossScale):
         request = replace(request, travellers={**request.travellers, "loss scale": prepared.scale})
-    loader = _open_loader(request, spec, context.spec.bound)
+    loader = _open_loader(request, spec)
     comm, address = _open_comm(context, device)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
@@ -173,6 +171,7 @@ def _resolve(context: Context, request: Request, recorded: int | None) -> JobSpe
         staleness=context.spec.staleness if context.spec.bound != 0 else "",
         delayed=context.spec.delayed,
         fresh=context.spec.fresh if context.spec.fresh == "push" else "",
+        round_steps=context.spec.round_steps,
         mesh=context.spec.mesh,
         parameters=numerics.count_parameters(request.model.parameters()),
     )
@@ -198,10 +197,10 @@ def _slot(context: Context) -> tuple[int, int, Mesh]:
     return (place.slot * mesh.ranks + place.rank, place.local, mesh) if place else (0, 1, Mesh())
 
 
-def _open_loader(request: Request, spec: JobSpec, bound: int | None) -> Loader:
+def _open_loader(request: Request, spec: JobSpec) -> Loader:
     loader = open_loader(request.data, spec.batch_size, spec.microbatches, spec.seed)
-    if bound != 0:
-        return AnybodysLoader(loader, request.data, _ROUND_STEPS, spec.microbatches)
+    if spec.staleness:
+        return AnybodysLoader(loader, request.data, spec.round_steps or ROUND_STEPS, spec.microbatches)
     return RoundLoader(loader, request.local.h) if request.local is not None else loader
 
 

@@ -35,6 +35,7 @@ from unisono.train.preparing import Prepared
 from unisono.train.replica import Replica
 
 _LOCAL_STEPS = 16  # in a round, if nobody says
+_NOISE_STEPS = 50  # between two measurements of the gradient noise, likewise
 
 
 def settle_local_steps(spec: RunSpec, asked: LocalSteps | None) -> LocalSteps | None:
@@ -99,7 +100,8 @@ def open_strategy(
         adding.shapes_of = strategy.shapes
         strategy.scale = prepared.scale
     if isinstance(strategy, AllReduce) and replica is None and spec.compress == "none":  # which would count as noise
-        strategy.noise_every = context.spec.noise_every
+        asked = context.spec.noise_every
+        strategy.noise_every = _NOISE_STEPS if asked is None else asked
     return strategy
 
 
