@@ -117,7 +117,9 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 # --- staleness 0
 
 
-@pytest.mark.parametrize(("model", "counts"), [("cnn", ((2, 1), (3, 2))), ("lm", ((1, 2), (2, 0))), ("mlp", ((3, 1),))])
+@pytest.mark.parametrize(
+    ("model", "counts"), [("cnn", ((2, 1), (4, 3))), ("lm", ((1, 2), (2, 0))), ("mlp", ((1, 3), (3, 2)))]
+)
 def test_without_staleness_servers_give_the_bits_of_all_reduce(
     model: str, counts: tuple[tuple[int, int], ...], tmp_path: Path
 ) -> None:
@@ -254,18 +256,28 @@ def test_a_checkpoint_of_one_strategy_is_taken_up_by_the_other(
     assert outcome(resumed) == outcome(expected)
 
 
-def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(together: Finished, tmp_path: Path) -> None:
-    """Stopped where it was told, in the middle of a round. The bound decides the bits, so another is asked for."""
-    named = (*ASKED, "--name", "r", *SERVERS)
-    stopped = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "inf", "--stop-after", "50", workers=2)
+def test_a_run_goes_on_with_waiting_and_without_from_the_same_checkpoints(together: Finished, tmp_path: Path) -> None:
+    """Stopped where it was told, in the middle of a round, and with it said what that does to the bits."""
+    named = (*ASKED, "--name", "r")
+    loose = (*SERVERS, "--staleness", "inf", "--stop-after", "40")
+    stopped = run_unisono(CLOUDS, tmp_path, *named, *loose, workers=2)
     assert stopped.result is not None
-    assert stopped.result["steps"] == 50
-    refused = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", workers=2, expect=None)
-    assert refused.exit_code != 0
-    assert "staleness" in refused.output
-    resumed = run_unisono(CLOUDS, tmp_path, *named, "--staleness", "0", "--resume", "force", workers=2)
-    assert [event.step for event in resumed.events_of(events.Resumed)] == [50]
+    assert stopped.result["steps"] == 40
+    waited = run_unisono(CLOUDS, tmp_path, *named, "--strategy", "allreduce", "--stop-after", "80", workers=2)
+    assert "staleness inf -> 0; bits depend on who was faster until here" in waited.output
+    again = (*SERVERS, "--staleness", "2", "--fresh", "push", "--delayed", "scale", "--round-steps", "4")
+    resumed = run_unisono(CLOUDS, tmp_path, *named, *again, workers=2)
+    first, second = resumed.events_of(events.Resumed)
+    assert (first.step, second.step) == (40, 80)
+    assert sorted(second.differs) == [
+        "delayed nothing -> scale",
+        "fresh pull -> push",
+        "round_steps 16 -> 4",
+        "staleness 0 -> 2; from here on bits depend on who is faster",
+    ]
     assert_learnt(resumed, together)
+    steps = [event.step for event in resumed.events_of(events.StepFinished)]
+    assert steps == [11, 22, 33, 40, *range(41, 81), 84, 88, 92, 96, 99, 103, 107, 110, 114, 118, 121]
 
 
 # --- what cannot be
@@ -287,6 +299,9 @@ def test_a_checkpoint_of_an_asynchronous_run_is_taken_up_too(together: Finished,
         ((*SERVERS, "--fresh", "push"), ["with staleness 0", "--fresh"]),
         ((*SERVERS, "--staleness", "1", "--fresh", "pulled"), ["fresh", "'pull'"]),
         ((*SERVERS, "--staleness", "1", "--fresh", "push", "--delayed", "compensate"), ["--fresh pull"]),
+        ((*SERVERS, "--round-steps", "4"), ["with staleness 0", "--round-steps"]),
+        (("--round-steps", "4"), ["round_steps", "--strategy ps"]),
+        ((*SERVERS, "--noise-every", "9"), ["noise_every 9 cannot take effect", "gradient"]),
         (("--strategy", "pss"), ["strategy", "'ps'"]),
     ],
     ids=" ".join,

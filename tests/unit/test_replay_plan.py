@@ -194,6 +194,18 @@ def test_a_run_that_promised_no_bits_is_reminded_of_it() -> None:
     assert "1 steps here, 40 in the receipt" in text
 
 
+def test_a_run_that_was_changed_on_the_way_is_reminded_of_it() -> None:
+    run, says = a_run(), "staleness inf -> 0; bits depend on who was faster until here"
+    run.say(events.Resumed, step=20, digest="ab" * 32, differs=[says])
+    run.say(events.Resumed, step=30, digest="ab" * 32)
+    found = receipt_of(run)
+    assert compared(found, AS_IT_WAS)[1].count("bit for bit") == 1
+    code, text = compared(found, AS_IT_WAS, "cd" * 32)
+    assert code == DIFFERENT
+    assert f"went on from step 20 not as before: {says}" in text
+    assert "step 30" not in text
+
+
 def test_a_replay_that_fails_or_is_preempted_ends_as_that() -> None:
     comparison = Comparison(receipt_of(a_run()))
     assert comparison.verdict(20).exit_code == 20

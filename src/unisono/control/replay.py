@@ -102,6 +102,9 @@ class Comparison:
             lines.append(f"  {steps:,} steps here{early}, {there.steps:,} in the receipt")
         if reason := why_not_exact(self.receipt.job):
             lines.append(f"  the run was not exact: its {reason}")
+        for resume in self.receipt.resumes:
+            if resume.differs:
+                lines.append(f"  the run went on from step {resume.step:,} not as before: {', '.join(resume.differs)}")
         return Verdict(exit_code or DIFFERENT, lines)
 
     def _where(self) -> list[str]:

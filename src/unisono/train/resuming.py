@@ -31,11 +31,12 @@ from unisono.core.errors import CheckpointDamaged, CheckpointError, CheckpointMi
 from unisono.core.fingerprint import Fingerprint
 from unisono.core.interval import Interval, parse_interval
 from unisono.core.run_dir import RunDir
-from unisono.core.spec import JobSpec, RunSpec
+from unisono.core.spec import ROUND_STEPS, JobSpec, RunSpec
 from unisono.parallel.carried import NOTHING, Carried, Make, State
 from unisono.train.saving import Keeping
 
-_MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing")
+_OF_WAITING = {"staleness": "0", "delayed": "nothing", "fresh": "pull", "round_steps": ROUND_STEPS}  # what none means
+_MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing", *_OF_WAITING)
 _TOLD_ELSEWHERE = ("threads",)  # they are part of the fingerprint
 
 
@@ -250,7 +251,7 @@ def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force:
     job, before = spec.model_dump(mode="json"), _table(found, "job")
     keys = [key for key in job if key not in _TOLD_ELSEWHERE and before.get(key) != job[key]]
     changed = {key: (before.get(key), job[key]) for key in keys}
-    harmless = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key in _MAY_DIFFER]
+    harmless = [_harmless(key, old, new) for key, (old, new) in changed.items() if key in _MAY_DIFFER]
     harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in _MAY_DIFFER]
     now, then = fingerprint.model_dump(mode="json"), _table(found, "fingerprint")
     if then.get("data") != now.get("data"):
@@ -263,6 +264,16 @@ def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force:
             do="ask for the same; or give another --name for a new run; or --resume force to go on all the same",
         )
     return [*harmful, *harmless, *elsewhere]
+
+
+def _harmless(key: str, old: Any, new: Any) -> str:
+    """How workers wait for each other may change between two steps; that bits follow from it is said."""
+    if key not in _OF_WAITING:
+        return f"{key} {old} -> {new}"
+    text = f"{key} {old or _OF_WAITING[key]} -> {new or _OF_WAITING[key]}"
+    if key == "staleness":
+        text += "; from here on bits depend on who is faster" if new else "; bits depend on who was faster until here"
+    return text
 
 
 def check_own(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
