@@ -99,11 +99,18 @@ def test_what_a_worker_computes_on_has_seen_all_that_is_older_than_the_bound(
             assert not missing, f"{piece} began without the updates of {missing}"
 
 
+OVER_WIRES = [
+    *((2, 0, None, copies, "mesh") for copies in (1, 2)),
+    *((3, 2, 1, copies, "mesh") for copies in (1, 2)),
+    *((2, 3, None, copies, "mesh") for copies in (1, 2)),
+    *((2, 0, None, 1, "mesh-tls"), (2, 2, 1, 2, "mesh-tls")),
+]
+
+
 @EVERY_WAY
-@pytest.mark.parametrize("copies", [1, 2])
-@pytest.mark.parametrize(("workers", "servers", "bound"), [(2, 0, None), (3, 2, 1), (2, 3, None)])
-def test_over_shared_memory_and_with_copies_every_piece_counts_once(
-    copies: int, workers: int, servers: int, bound: int | None, way: str
+@pytest.mark.parametrize(("workers", "servers", "bound", "copies", "kind"), OVER_WIRES)
+def test_over_shared_memory_between_machines_and_with_copies_every_piece_counts_once(
+    workers: int, servers: int, bound: int | None, copies: int, kind: str, way: str
 ) -> None:
     membership = sized(workers, servers)
 
@@ -112,7 +119,7 @@ def test_over_shared_memory_and_with_copies_every_piece_counts_once(
             replica.round(membership, number)
         return replica.model.weight.detach().clone()
 
-    for weight in lives(membership, life, bound, "mesh", copies, rounds=2, **WAYS[way]):
+    for weight in lives(membership, life, bound, kind, copies, rounds=2, **WAYS[way]):
         assert_counted_once(weight)
 
 

@@ -33,11 +33,13 @@ ROWS = 512  # so that each slice is worth a code
 # --- nothing is lost
 
 
+EVERY_CODEC = [(codec, workers, servers, "threads") for codec in CODECS for workers, servers in ((3, 2), (2, 0))]
+
+
 @FRESH
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(("workers", "servers"), [(3, 2), (2, 0)])
+@pytest.mark.parametrize(("codec", "workers", "servers", "kind"), [*EVERY_CODEC, ("int8", 2, 2, "mesh-tls")])
 def test_what_was_pushed_and_what_is_left_to_say_are_all_gradients(
-    codec: str, workers: int, servers: int, fresh: str
+    codec: str, workers: int, servers: int, kind: str, fresh: str
 ) -> None:
     """Gradients are known, and the learning rate is 1: the weights and the residuals of all workers add up to them."""
     membership, rounds = sized(workers, servers), 2
@@ -48,7 +50,7 @@ def test_what_was_pushed_and_what_is_left_to_say_are_all_gradients(
             replica.round(membership, number)
         return replica.model.weight.detach(), replica.unsaid
 
-    found = lives(membership, life, None, rounds=rounds, rows=ROWS, fresh=fresh, compression=compression)
+    found = lives(membership, life, None, kind, rounds=rounds, rows=ROWS, fresh=fresh, compression=compression)
     for weight, _ in found:
         assert torch.equal(weight, found[0][0]), "at the end of a round all have the same"
     left = torch.stack([left for _, left in found]).sum(0)

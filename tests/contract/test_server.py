@@ -69,6 +69,16 @@ def test_over_shared_memory_it_is_the_same(setting: Setting, workers: int, serve
         assert_same(one, expected)
 
 
+@pytest.mark.parametrize("setting", [SETTINGS["wide"], SETTINGS["clipped"]])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 0), (2, 2)])
+def test_between_machines_it_is_the_same(setting: Setting, workers: int, servers: int) -> None:
+    """Where everything is encrypted and copied, and nothing is a view."""
+    expected = by_all_reduce(setting)
+    membership = team(1, range(workers), range(workers, workers + servers))
+    for one in trained(setting, [membership], partial(ParameterServer, copies=2), "mesh-tls"):
+        assert_same(one, expected)
+
+
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (4, 1)])
 def test_with_several_hands_it_is_the_same(workers: int, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is large is cut between cores; here, everything is."""

@@ -133,8 +133,9 @@ def test_layers_that_freeze_change_the_slices_where_a_codec_keeps_nothing() -> N
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.05", "powersgd:2"])
-def test_over_shared_memory_it_is_the_same(codec: str) -> None:
-    check(codec, [team(1, [0, 1], [2, 3])], copies=2, kind="mesh")
+def test_over_shared_memory_and_between_machines_it_is_the_same(codec: str) -> None:
+    for kind in ("mesh", "mesh-tls"):
+        check(codec, [team(1, [0, 1], [2, 3])], copies=2, kind=kind)
     check(codec, [team(1, [0, 1, 2])], kind="mesh")
 
 
