@@ -3,7 +3,8 @@
 
 python bench/staleness_loss.py             # five seeds; --quick: one, which only shows that it works
 
-Two workers, one server, four microbatches, all of them threads of this process: it is about losses, not about time.
+Two workers (`--workers`), one server, four microbatches, all of them threads of this process: it is about losses, not
+about time. `--slow S` holds up the first worker for so many seconds a microbatch, so that its gradients come late.
 Every way trains every model from the same seeds; a seed decides the first weights and the order of the samples. What is
 told is the loss on the training data at the end, mean and spread (standard deviation) over the seeds. Goal: no way ends
 above the synchronous loss by more than the larger spread of the two, or 5 % of it.
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -47,8 +49,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "inf": {"bound": None},
     "inf, pushed": {"bound": None, "fresh": "push"},
     "inf, int8": {"bound": None, "compression": parse_codec("int8")},
+    "inf, scale": {"bound": None, "delayed": "scale"},
+    "inf, compensate": {"bound": None, "delayed": "compensate"},
 }
-TEAM = Membership(1, (0, 1, 2), (*split(MICROBATCHES, 2), range(MICROBATCHES, MICROBATCHES)))
 
 Entry = dict[str, float]
 
@@ -56,10 +59,13 @@ Entry = dict[str, float]
 class Training:
     """One member's part of it."""
 
-    def __init__(self, name: str, case: Case, seed: int, comm: ThreadComm, way: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, case: Case, seed: int, comm: ThreadComm, way: dict[str, Any], team: Membership, slow_s: float
+    ) -> None:
         assert case.dropout_free is not None
         torch.manual_seed(seed)
         self.name, self.case, self.seed, self.comm, self.model = name, case, seed, comm, case.dropout_free()
+        self.team, self.slow_s = team, 0.0 if comm.worker else slow_s
         self.optimizer = case.optimizer(self.model)
         for group in self.optimizer.param_groups:
             group["lr"] = RATES.get(name, group["lr"])
@@ -68,14 +74,14 @@ class Training:
         self.strategy: ParameterServer = kind(self.model, self.optimizer, comm)
 
     def run(self) -> None:
-        self.comm.reconfigure(TEAM)
-        self.strategy.configure(TEAM)
+        self.comm.reconfigure(self.team)
+        self.strategy.configure(self.team)
         if isinstance(self.strategy, Asynchronous):
             self.strategy.settings_ahead = partial(settings_ahead, self.schedule, self.optimizer)
         turns = TURNS if isinstance(self.strategy, Asynchronous) else 1
         for first in range(0, ROUNDS[self.name] * TURNS, turns):
             self.strategy.begin_step([1 / MICROBATCHES] * MICROBATCHES)
-            for index, turn in self.strategy.work(TEAM.ranges[self.comm.rank], turns):
+            for index, turn in self.strategy.work(self.team.ranges[self.comm.rank], turns):
                 step = first + (turn or 0)
                 compute = partial(self.loss, *self.samples(step, index))
                 self.strategy.forward_backward(Microbatch(step, index, 1 / MICROBATCHES), compute)
@@ -93,6 +99,8 @@ class Training:
         return inputs[chosen], targets[chosen]
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if self.slow_s:
+            time.sleep(self.slow_s)
         return self.case.loss(self.model(inputs), targets)
 
     @torch.no_grad()
@@ -101,16 +109,18 @@ class Training:
         return float(self.loss(inputs, targets))
 
 
-def run_once(name: str, seed: int, way: dict[str, Any]) -> Entry:
+def run_once(name: str, seed: int, way: dict[str, Any], workers: int, slow_s: float) -> Entry:
     case, hub = CASES[name](), Hub()
-    members = [Training(name, case, seed, ThreadComm(hub, member), way) for member in TEAM.members]
+    ranges = (*split(MICROBATCHES, workers), range(MICROBATCHES, MICROBATCHES))
+    team = Membership(1, tuple(range(workers + 1)), ranges)
+    members = [Training(name, case, seed, ThreadComm(hub, member), way, team, slow_s) for member in team.members]
     before = members[0].loss_of_all()
     threads = [threading.Thread(target=_told(hub, one.run)) for one in members]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    server, late = members[2].strategy, 0.0
+    server, late = members[-1].strategy, 0.0
     if isinstance(server, Asynchronous):
         delays = server.tallies.delays
         late = sum(delay * count for delay, count in delays.items()) / sum(delays.values())
@@ -124,7 +134,7 @@ def _told(hub: Hub, run: Callable[[], None]) -> Callable[[], None]:
         try:
             run()
         except BaseException:
-            hub.abort(TEAM.generation + 1)
+            hub.abort(2)
             raise
 
     return running
@@ -135,25 +145,34 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--models", nargs="+", default=list(ROUNDS), choices=list(ROUNDS))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="besides staleness 0")
+    parser.add_argument("--workers", type=int, default=2, choices=range(1, MICROBATCHES + 1))
+    parser.add_argument("--slow", type=float, default=0.0, metavar="S", help="seconds; of the first worker")
     parser.add_argument("--quick", action="store_true", help="one seed; saves to results/tmp")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     where = setting("staleness_loss.py", arguments)
     seeds = range(1, (1 if options.quick else options.seeds) + 1)
-    runs: dict[str, dict[str, list[Entry]]] = {name: {way: [] for way in WAYS} for name in options.models}
+    ways = {way: how for way, how in WAYS.items() if not how or way in options.ways}
+    runs: dict[str, dict[str, list[Entry]]] = {name: {way: [] for way in ways} for name in options.models}
     for seed in seeds:
         for name in options.models:
-            for way, how in WAYS.items():
-                runs[name][way].append(run_once(name, seed, how))
+            for way, how in ways.items():
+                runs[name][way].append(run_once(name, seed, how, options.workers, options.slow))
                 note(f"seed {seed}, {name}, {way}: {runs[name][way][-1]['loss']:.4f}")
-    text, missed = report(runs, where, len(seeds))
+    team = f"{options.workers} workers" + (
+        f", the first held up {options.slow:g} s a microbatch," if options.slow else ""
+    )
+    text, missed = report(runs, where, len(seeds), team)
     path = save("staleness_loss", {"setting": where, "runs": runs}, text, options.quick)
     print(text)
     note(f"saved {path} and .json")
     return 1 if missed else 0
 
 
-def report(runs: dict[str, dict[str, list[Entry]]], where: dict[str, Any], seeds: int) -> tuple[str, list[str]]:
+def report(
+    runs: dict[str, dict[str, list[Entry]]], where: dict[str, Any], seeds: int, team: str
+) -> tuple[str, list[str]]:
     rows, missed = [], []
     for name, ways in runs.items():
         losses = {way: [one["loss"] for one in each] for way, each in ways.items()}
@@ -173,7 +192,7 @@ def report(runs: dict[str, dict[str, list[Entry]]], where: dict[str, Any], seeds
         f"# Loss by staleness, {where['date'][:10]}",
         "",
         describe_setting(where),
-        f"- {seeds} seeds; 2 workers and 1 server as threads of one process, {MICROBATCHES} microbatches",
+        f"- {seeds} seeds; {team} and 1 server as threads of one process, {MICROBATCHES} microbatches",
         f"- goal: above the synchronous loss by no more than one spread, or {SHARE:.0%} of it",
         "",
         table(header, rows),
