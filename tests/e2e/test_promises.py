@@ -81,6 +81,10 @@ COMMANDS = {
     "unisono run train.py --workers 4 --strategy ps --staleness inf": (
         "test_with_staleness_the_loss_is_near_the_synchronous_one",
     ),
+    "unisono scale RUN --servers 3": (
+        "test_one_server_becomes_three_and_one_again_and_the_bits_are_those_of_all_reduce",
+        "test_a_loose_run_with_other_servers_loses_no_update",
+    ),
     "unisono run train.py --mesh dp=2,fsdp=4": (
         "test_every_mesh_trains_like_one_process",
         "test_the_number_of_replicas_does_not_show_in_the_bits",

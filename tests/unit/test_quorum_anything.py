@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pretend_run import Pretend
 
 from unisono.core import events
+from unisono.elastic import roles
 from unisono.elastic.orders import Order
 from unisono.elastic.quorum import Quorum
 from unisono.wire import messages as m
@@ -31,6 +32,7 @@ ACTIONS = st.one_of(
     about("turn", "turn done", "stale form", "examined", "odd"),
     st.tuples(st.sampled_from(("broken", "accuse", "busy", "waits", "computes", "slow")), numbers, numbers),
     st.tuples(st.just("scale"), st.integers(-1, 9)),
+    st.tuples(st.just("scale servers"), st.integers(-1, 4), st.integers(0, 9)),
     about("leave host", "ps"),
 )
 RARE = st.one_of(about("finished", "stop", "fatal", "over"))
@@ -39,10 +41,10 @@ RARE = st.one_of(about("finished", "stop", "fatal", "over"))
 class Checked(Pretend):
     """A pretended run that looks at every order as it is given."""
 
-    def __init__(self, least: int, most: int, microbatches: int, open_door: bool) -> None:
-        super().__init__(
-            least, most, microbatches, open_door=open_door, max_restarts=4, hang_s=5.0, rejoin_s=40.0, balance=True
-        )
+    def __init__(self, least: int, most: int, microbatches: int, open_door: bool, servers: int) -> None:
+        limits = {"max_restarts": 4, "hang_s": 5.0, "rejoin_s": 40.0}
+        serving = {"servers": servers, "servers_here": servers, "copies": 1}
+        super().__init__(least, most, microbatches, open_door=open_door, balance=True, **limits, **serving)
         self.published: dict[int, list[int]] = {}
         self.reported: dict[int, str] = {}
         self.ended_before = False
@@ -78,7 +80,11 @@ class Checked(Pretend):
         bounds = [0, *(last for _, last in form.ranges)]
         assert [first for first, _ in form.ranges] == bounds[:-1]
         assert bounds[-1] == roster.microbatches
-        assert all(last > first for first, last in form.ranges)
+        serving = roles.servers_of(roster, len(members))
+        assert [last > first for first, last in form.ranges] == [
+            place < len(members) - serving for place in range(len(members))
+        ]
+        assert len(members) - serving >= min(len(members), roster.rules.min)
         for number in form.members:
             self.reported.pop(number, None)
 
@@ -107,6 +113,8 @@ class Checked(Pretend):
             self.restart_coordinator()
         elif what in ("hello", "silence", "sound", "hang up", "leave host"):
             self._host_acts(what, host, one)
+        elif what == "scale servers":
+            self.hear(m.Command(what="scale", number=other, servers=one), "operator")
         elif what in ("scale", "stop", "ps", "over"):
             self.hear(m.Command(what=what, number=one, because="asked"), "a" if what == "over" else "operator")
         elif what == "all ready":
@@ -118,7 +126,7 @@ class Checked(Pretend):
 
     def _host_acts(self, what: str, host: str, number: int) -> None:
         if what == "hello":
-            self.hello(host, room=1 + number % 3)
+            self.hello(host, room=1 + number % 3, servers=number // 3 % 3)
         elif what == "silence":
             self.silent.add(host)
         elif what == "sound":
@@ -205,6 +213,7 @@ runs = st.builds(
     most=st.integers(3, 5),
     microbatches=st.integers(5, 9),
     open_door=st.booleans(),
+    servers=st.integers(0, 2),
 )
 
 
@@ -247,5 +256,6 @@ def test_when_everybody_does_as_told_the_run_comes_to_rest_or_to_an_end(
     assert all(worker.is_able for worker in roster.members)
     assert len(roster.members) >= roster.rules.min
     assert len(roster.members) == min(roster.limit, len(roster.able)), "whoever can help does"
+    assert roles.are_settled(roster)
     run.obey()
     assert run.generation == generation, "and stays at rest"

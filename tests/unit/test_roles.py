@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pretend_run import Pretend
 
 from unisono.elastic.roles import assigned, servers_among
-from unisono.elastic.roster import Current, Rules, Worker
+from unisono.elastic.roster import Current, Worker
 from unisono.wire import messages as m
 
 
@@ -30,14 +30,14 @@ from unisono.wire import messages as m
     ],
 )
 def test_how_many_serve(count: int, servers: int, target: int, least: int, serving: int) -> None:
-    assert servers_among(count, Rules(min=least, max=target, servers=servers), target) == serving
+    assert servers_among(count, least, target, servers) == serving
 
 
 @given(st.integers(0, 20), st.integers(0, 6), st.integers(1, 10), st.integers(0, 10))
 def test_there_are_never_too_few_workers_nor_more_servers_than_asked_for(
     count: int, servers: int, target: int, least: int
 ) -> None:
-    serving = servers_among(count, Rules(min=least, max=target, servers=servers), target)
+    serving = servers_among(count, least, target, servers)
     assert 0 <= serving <= servers
     assert count - serving >= min(count, max(1, least))
     if servers and count > max(1, least):
@@ -57,7 +57,7 @@ def numbers(workers: list[Worker]) -> list[int]:
 
 
 def roles(members: list[Worker], before: Current, servers: int, target: int = 3) -> tuple[list[int], list[int]]:
-    computing, serving = assigned(members, before, Rules(min=1, max=target, servers=servers), target)
+    computing, serving = assigned(members, before, servers_among(len(members), 1, target, servers))
     return numbers(computing), numbers(serving)
 
 
@@ -121,8 +121,7 @@ def on(host: str, *numbers: int) -> list[Worker]:
 )
 def test_servers_are_where_hosts_wish_for_them(wishes: dict[str, int], serving: list[int]) -> None:
     members = [*on("a", 0, 1, 2, 3), *on("b", 4, 5)]
-    rules = Rules(min=1, max=4, servers=2)
-    computing, found = assigned(members, Current(), rules, 4, wishes)
+    computing, found = assigned(members, Current(), 2, wishes)
     assert numbers(found) == serving
     assert sorted(numbers(computing + found)) == [0, 1, 2, 3, 4, 5]
 
@@ -130,7 +129,7 @@ def test_servers_are_where_hosts_wish_for_them(wishes: dict[str, int], serving: 
 def test_of_a_host_that_wishes_for_servers_those_go_on_that_serve() -> None:
     members = [*on("a", 0, 1), *on("b", 2, 3, 4)]
     before = Current(1, [0, 1, 3, 4, 2], [1, 1, 1, 1, 0])
-    computing, serving = assigned(members, before, Rules(min=1, max=4, servers=1), 4, {"b": 1, "a": 1})
+    computing, serving = assigned(members, before, 1, {"b": 1, "a": 1})
     assert (numbers(computing), numbers(serving)) == ([0, 1, 3, 4], [2])
 
 

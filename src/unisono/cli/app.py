@@ -354,12 +354,20 @@ def logs(
 @app.command()
 def scale(
     run: Annotated[str, typer.Argument(help="A run's directory, or its name under runs/.")],
-    workers: Annotated[int, typer.Argument(help="How many workers it should have.", metavar="N")],
+    workers: Annotated[
+        int | None, typer.Argument(help="How many workers it should have.", metavar="N", min=1, show_default=False)
+    ] = None,
+    servers: Annotated[
+        int | None, typer.Option(help="With --strategy ps: how many parameter servers.", metavar="S", min=0)
+    ] = None,
 ) -> None:
-    """Give a running run more or fewer workers. The result does not change by a bit."""
+    """Give a running run more or fewer workers, or parameter servers. An exact result does not change by a bit."""
     from unisono.cli.command import order
+    from unisono.core.errors import UsageError
 
-    order(run, "scale", workers)
+    if workers is None and servers is None:
+        raise UsageError("scale to how many?", do=f"unisono scale {run} 4; or unisono scale {run} --servers 2")
+    order(run, "scale", workers or 0, servers)
 
 
 @app.command()

@@ -16,9 +16,10 @@ from unisono.wire.messages import Command
 _BECAUSE = {"stop": "stopped by unisono stop"}
 
 
-def order(run: str, what: str, number: int = 0) -> None:
+def order(run: str, what: str, number: int = 0, servers: int | None = None) -> None:
     control = _control(run)
-    answer = ask(Door(path=str(control["socket"])), Command(what=what, number=number, because=_BECAUSE.get(what, "")))
+    command = Command(what=what, number=number, servers=servers, because=_BECAUSE.get(what, ""))
+    answer = ask(Door(path=str(control["socket"])), command)
     if not answer.ok:
         raise UsageError(answer.text)
     print(answer.text)

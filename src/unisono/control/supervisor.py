@@ -145,6 +145,7 @@ class Supervisor:
             "open_door": bool(self.spec.listen),
             "servers": self.spec.serving,
             "servers_here": self.spec.serving_here,
+            "copies": (self.spec.copies or 1) if self.spec.strategy == "ps" else 0,
         }
         settings = {
             "journal": str(self.run_dir.path.absolute() / "journal.jsonl"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.core.errors import Preempted
-from unisono.elastic import starting
+from unisono.elastic import roles, starting
 from unisono.elastic.orders import Orders
 from unisono.elastic.roster import Roster, Worker
 from unisono.wire import messages as m
@@ -27,7 +27,8 @@ def obey(roster: Roster, orders: Orders, message: m.Command, sender: str, now_s:
     if message.what == "leave":
         return _leave(roster, message.host or sender, message.because)
     if message.what == "scale":
-        return _scale(roster, message.number, now_s)
+        workers = None if message.servers is not None and not message.number else message.number
+        return _scale(roster, workers, message.servers, now_s)
     return m.Answer(ok=False, text=f"there is no command {message.what!r}")
 
 
@@ -45,7 +46,12 @@ def overview(roster: Roster) -> dict[str, Any]:
         for worker in roster.workers.values()
         if worker.is_here
     ]
-    return {"generation": roster.current.generation, "target": roster.target, "workers": rows}
+    return {
+        "generation": roster.current.generation,
+        "target": roster.target,
+        "servers": roster.servers,
+        "workers": rows,
+    }
 
 
 def ask_to_leave(worker: Worker, because: str, leaves_as: str = "preempted") -> None:
@@ -101,22 +107,48 @@ def _leave(roster: Roster, host: str, because: str) -> m.Answer:
     return m.Answer(ok=True, text="its workers leave at the next step boundary")
 
 
-def _scale(roster: Roster, number: int, now_s: float) -> m.Answer:
-    least, most = max(1, roster.rules.min), max(roster.microbatches, roster.rules.min)
-    if not least <= number <= most:
-        why = f"at least {least} by --workers MIN:MAX, at most one for each of the {most} microbatches"
-        return m.Answer(ok=False, text=f"{number} workers: this run can have {least} to {most}: {why}")
-    if roster.stop_because:
-        return m.Answer(ok=False, text="the run is about to end")
-    living = roster.living
-    roster.target = number
-    # Those who are only starting go first; the run's own machine writes the result, so it keeps its workers longest.
-    serving = roster.current.servers
-    ranked = sorted(
-        living, key=lambda one: (one.number not in serving, one.is_coming, one.host != roster.owner, one.number)
-    )
-    for worker in ranked[roster.wanted :]:
-        ask_to_leave(worker, f"the run was scaled to {number}", "left")
+def _scale(roster: Roster, workers: int | None, servers: int | None, now_s: float) -> m.Answer:
+    """None: as many as before."""
+    refusal = "" if workers is None else _why_not(roster, workers)
+    refusal = refusal or ("" if servers is None else roles.why_not(roster, servers))
+    if refusal or roster.stop_because:
+        return m.Answer(ok=False, text=refusal or "the run is about to end")
+    living, before = roster.living, roster.servers
+    computed = max(0, len(living) - before)
+    roster.target = roster.target if workers is None else workers
+    roster.servers = before if servers is None else servers
+    for worker in _last_to_go(roster)[roster.wanted :]:
+        ask_to_leave(worker, f"the run was scaled to {_counted(workers, servers)}", "left")
     starting.want_more(roster, roster.wanted - len(living), now_s)
-    before = max(0, len(living) - roster.rules.servers)
-    return m.Answer(ok=True, text=f"from {before} to {number} workers at the next step boundary")
+    changes = [f"from {computed} to {workers} workers"] if workers is not None else []
+    changes += [f"from {before} to {servers} servers"] if servers is not None else []
+    return m.Answer(ok=True, text=f"{' and '.join(changes)} at the next step boundary")
+
+
+def _why_not(roster: Roster, workers: int) -> str:
+    least, most = max(1, roster.rules.min), max(roster.microbatches, roster.rules.min)
+    if least <= workers <= most:
+        return ""
+    why = f"at least {least} by --workers MIN:MAX, at most one for each of the {most} microbatches"
+    return f"{workers} workers: this run can have {least} to {most}: {why}"
+
+
+def _last_to_go(roster: Roster) -> list[Worker]:
+    """All who are here, by how long they are kept: those who are to serve; workers; those who served, and need not any
+    more; those who are only starting. The run's own machine writes the result, so it keeps its workers longest."""
+    living = sorted(roster.living, key=lambda one: (one.host != roster.owner, one.number))
+    served = roster.current.servers
+    _, serving = roles.assigned(living, roster.current, roles.servers_of(roster, len(living)), roster.wishes)
+    rank = {
+        one.number: (one not in serving, one.is_coming, one.number in served, one.host != roster.owner, one.number)
+        for one in living
+    }
+    return sorted(living, key=lambda one: rank[one.number])
+
+
+def _counted(workers: int | None, servers: int | None) -> str:
+    """``3``, ``1 server``, ``3 workers and 2 servers``."""
+    if servers is None:
+        return str(workers)
+    words = [f"{workers} worker{'s' if workers != 1 else ''}"] if workers is not None else []
+    return " and ".join([*words, f"{servers} server{'s' if servers != 1 else ''}"])

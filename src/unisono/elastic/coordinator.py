@@ -134,18 +134,18 @@ class Coordinator:
             return None
         if self.quorum.closing:
             return RunIsFull("the run is about to end and needs nobody any more", do="join the next one")
-        rules, others = self.quorum.rules, [host for host in self.quorum.hosts.values() if not host.leaving]
-        free = rules.servers - sum(host.servers for host in others)
+        wanted, others = self.quorum.roster.servers, [host for host in self.quorum.hosts.values() if not host.leaving]
+        free = wanted - sum(host.servers for host in others)
         if hello.servers > free:
             return RunIsFull(
-                f"--servers {hello.servers} is more than the run can still place elsewhere ({free} of {rules.servers})",
+                f"--servers {hello.servers} is more than the run can still place elsewhere ({free} of {wanted})",
                 do=f"join with --servers {free}" if free > 0 else "join without --servers",
             )
         living, target = len(self.quorum.living()), self.quorum.target
-        if living < target + rules.servers:
+        if living < target + wanted:
             return None
         return RunIsFull(
-            f"the run has all the workers it may have ({living - rules.servers} of {target})",
+            f"the run has all the workers it may have ({living - wanted} of {target})",
             do=f"make room with unisono scale RUN {living + hello.room}, or start it with a larger --workers MIN:MAX",
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.core.errors import Preempted, TooFewWorkers, UnisonoError
-from unisono.elastic import hangs
+from unisono.elastic import hangs, roles
 from unisono.elastic.roster import Roster, Worker, names
 
 START_WAIT_S = 20.0  # for the rest, once the minimum is ready
@@ -131,7 +131,7 @@ def _next(roster: Roster, now_s: float) -> Decision | None:
         return None
     if parts.leaving:
         return _part(roster, parts)
-    return _join(roster, parts, now_s) if parts.joining else None
+    return _join(roster, parts, now_s) if parts.joining else _change_roles(roster, parts)
 
 
 def _why(lost: list[Worker]) -> str:
@@ -208,6 +208,14 @@ def _join(roster: Roster, parts: _Parts, now_s: float) -> Decision | None:
     if soon and waited_s < TOGETHER_S and len(parts.staying) + len(parts.joining) < roster.limit:
         return None
     return Regroup(tuple(parts.staying + parts.joining), False, f"{names(parts.joining)} joined")
+
+
+def _change_roles(roster: Roster, parts: _Parts) -> Decision | None:
+    """More or fewer of the same ones are to serve. With those who are on their way, it is done when they join."""
+    if roster.winds_up or roster.coming or not parts.staying or roles.are_settled(roster):
+        return None
+    before, after = len(roster.current.servers), roles.servers_of(roster, len(parts.staying))
+    return Regroup(tuple(parts.staying), False, f"{after} server{'s' if after != 1 else ''} instead of {before}")
 
 
 def _waited_too_long(roster: Roster, now_s: float) -> bool:

@@ -39,7 +39,7 @@ __all__ = ["Order", "Quorum", "Rules"]
 class Quorum:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._adopt(Roster(rules, target=rules.max))
+        self._adopt(Roster(rules, target=rules.max, servers=rules.servers))
 
     def _adopt(self, roster: Roster) -> None:
         self.roster, self.orders = roster, Orders(roster)
@@ -316,7 +316,8 @@ class Quorum:
         roster = self.roster
         # The first worker writes the result, so it should live where the run's directory is.
         by_place = sorted(decision.members, key=lambda worker: (worker.host != roster.owner, worker.number))
-        members, servers = roles.assigned(by_place, roster.current, roster.rules, roster.target, roster.wishes)
+        serving = roles.servers_of(roster, len(by_place))
+        members, servers = roles.assigned(by_place, roster.current, serving, roster.wishes)
         roster.current = Current(
             generation=roster.current.generation + 1,
             members=[worker.number for worker in (*members, *servers)],

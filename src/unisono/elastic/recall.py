@@ -18,6 +18,7 @@ _TOLD_AGAIN = ("status", "status_s", "stopped")  # of a worker
 _CONNECTION = ("heard_s", "away", "disconnected_s")  # of a host
 _PLAIN = (
     "target",
+    "servers",
     "owner",
     "facts",
     "facts_of",

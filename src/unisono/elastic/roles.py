@@ -3,30 +3,41 @@
 
 Any member can serve: it runs the same script and has the same model. So a lost server is replaced at once by somebody
 who is here, as long as enough are left to compute. Hosts may wish for servers; apart from that, who serves goes on
-serving. Torch-free.
+serving. How many there should be is the operator's to say, while the run trains. Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unisono.elastic.roster import Current, Rules, Worker
+from unisono.elastic.roster import FIXED, Current, Roster, Worker
 
 
-def servers_among(count: int, rules: Rules, target: int) -> int:
+def servers_among(count: int, least: int, workers: int, servers: int) -> int:
     """How many of `count` members serve: as many as asked for, or fewer where many are missing. None: everybody does
-    both."""
-    whole = target + rules.servers
-    fair = rules.servers if count >= whole else max(min(1, rules.servers), count * rules.servers // whole)
-    return max(0, min(fair, count - max(1, rules.min)))
+    both. `least` compute before anybody serves."""
+    whole = workers + servers
+    fair = servers if count >= whole else max(min(1, servers), count * servers // whole)
+    return max(0, min(fair, count - max(1, least)))
+
+
+def servers_of(roster: Roster, count: int) -> int:
+    """How many serve when so many take part."""
+    return servers_among(count, roster.rules.min, roster.may_compute, roster.servers)
+
+
+def are_settled(roster: Roster) -> bool:
+    """Whether as many serve as would if the same members met again."""
+    count = len(roster.current.members)
+    computing = min(count - servers_of(roster, count), roster.microbatches)  # for the others nothing is left
+    return len(roster.current.servers) == count - computing
 
 
 def assigned(
-    members: Sequence[Worker], before: Current, rules: Rules, target: int, wishes: Mapping[str, int] | None = None
+    members: Sequence[Worker], before: Current, count: int, wishes: Mapping[str, int] | None = None
 ) -> tuple[list[Worker], list[Worker]]:
-    """The workers and the servers of the next generation, each in the order of `members`. `wishes`: by host, the first
-    one first, how many should be there."""
-    count = servers_among(len(members), rules, target)
+    """The workers and the servers of the next generation, `count` of them, each in the order of `members`. `wishes`: by
+    host, the first one first, how many should be there."""
     served = [worker for worker in members if worker.number in before.servers]
     others = [worker for worker in reversed(members) if worker not in served]  # the newest first
     ranked = served + others
@@ -41,3 +52,18 @@ def assigned(
         [worker for worker in members if worker.number not in chosen],
         [worker for worker in members if worker.number in chosen],
     )
+
+
+def why_not(roster: Roster, servers: int) -> str:
+    """Why there cannot be so many servers, and what to do about it; empty if there can."""
+    asked, copies = f"{servers} server{'s' if servers != 1 else ''}", roster.rules.copies
+    if not copies:
+        return f"{asked}: this run has no slices for servers; start it with --strategy ps --servers {max(1, servers)}"
+    if roster.is_fixed:
+        return f"{asked}: this run is {roster.facts[FIXED]}, so its servers stay those it began with; start it anew"
+    if copies > max(1, servers):
+        return (
+            f"{asked}: this run keeps {copies} copies of each slice, each on another server (--copies {copies}); "
+            f"ask for {copies} or more, or start it with fewer copies"
+        )
+    return "" if servers >= 0 else f"{asked}: there can be 0 (whoever computes serves, too) or more"

@@ -15,6 +15,8 @@ from unisono.elastic.restarts import Death
 from unisono.elastic.turns import Turns
 from unisono.wire.messages import Status
 
+FIXED = "kind of run"  # a fact that only those runs have whose members must stay the same
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -26,8 +28,9 @@ class Rules:
     hang_s: float = 60.0
     balance: bool = True
     open_door: bool = False  # other hosts may join
-    servers: int = 0  # besides the workers
+    servers: int = 0  # besides the workers, at the start
     servers_here: int = 0  # of them, those that the owner starts by itself
+    copies: int = 0  # of each slice, each on another server; none where there is no strategy ps
 
 
 @dataclass(eq=False)
@@ -124,7 +127,8 @@ class Current:
 @dataclass
 class Roster:
     rules: Rules
-    target: int
+    target: int  # of workers
+    servers: int = 0  # how many there should be, besides the workers
     owner: str = ""  # the host that the run belongs to
     workers: dict[int, Worker] = field(default_factory=dict)
     hosts: dict[str, Host] = field(default_factory=dict)
@@ -161,14 +165,24 @@ class Roster:
             return max(1, self.rules.max)
 
     @property
+    def may_compute(self) -> int:
+        """How many workers may take part."""
+        return max(1, min(self.target, self.microbatches))
+
+    @property
     def limit(self) -> int:
         """How many may take part, servers included."""
-        return max(1, min(self.target, self.microbatches)) + self.rules.servers
+        return self.may_compute + self.servers
 
     @property
     def wanted(self) -> int:
         """How many there should be, servers included."""
-        return self.target + self.rules.servers
+        return self.target + self.servers
+
+    @property
+    def is_fixed(self) -> bool:
+        """Who takes part must not change."""
+        return FIXED in self.facts
 
     @property
     def wishes(self) -> dict[str, int]:

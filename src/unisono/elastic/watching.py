@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from unisono.core import events
-from unisono.elastic import balance, hangs
+from unisono.elastic import balance, hangs, roles
 from unisono.elastic.generations import Regroup
 from unisono.elastic.orders import Orders
 from unisono.elastic.roster import Host, Roster, Worker, names
@@ -169,7 +169,8 @@ def look_at_balance(roster: Roster, watch: Watch, orders: Orders, now_s: float) 
     """Another division of the microbatches, when several looks in a row agree that it is worth a re-forming."""
     everyone = roster.members
     members = [worker for worker in everyone if worker.number not in roster.current.servers]
-    settled = len(members) > 1 and all(worker.is_able for worker in everyone) and roster.is_formed
+    able = len(members) > 1 and all(worker.is_able for worker in everyone)
+    settled = able and roster.is_formed and roles.are_settled(roster)
     if not roster.rules.balance or roster.is_over or roster.winds_up or not settled:
         return None
     if now_s - watch.looked_s < LOOK_S or now_s - roster.current.published_s < BALANCE_S:

@@ -20,6 +20,7 @@ from unisono.core import events
 from unisono.core.errors import SetupError
 from unisono.core.membership import Membership
 from unisono.elastic.fault_points import NO_FAULTS
+from unisono.elastic.roster import FIXED
 from unisono.elastic.session import Session
 from unisono.elastic.station import Alone
 from unisono.train import numerics
@@ -63,7 +64,7 @@ def _opened(local: bool) -> Connection:
     session = Session(context.worker, comm, station, context.emit, context.activity, NO_FAULTS, meeting_point)
     facts = {
         "microbatches": str(context.workers),  # one each: whoever has none serves
-        "kind of run": "with unisono.kvstore or unisono.ps",
+        FIXED: "with unisono.kvstore or unisono.ps",
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

@@ -197,11 +197,13 @@ class Acknowledge(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Message):
-    """`what`: scale (to `number`), stop, preempt, leave (`host`'s workers), over (from the owner), ps, reach back."""
+    """`what`: scale (to `number` workers and `servers`), stop, preempt, leave (`host`'s workers), over (from the
+    owner), ps, reach back."""
 
     kind = "command"
     what: str
-    number: int = 0
+    number: int = 0  # of workers, where servers are named: 0 leaves them as they are
+    servers: int | None = None  # None: as they are
     because: str = ""
     host: str = ""  # empty: the one that says it
 
