@@ -60,11 +60,24 @@ def test_all_servers_are_elsewhere_and_leave_in_peace(lab: Lab, expected: str) -
     agent = lab.join(b, run, "--workers", "0", "--servers", "2")
     wait_for_members(run, 0, 1, 2, 3)
     assert serving(run) == [2, 3]
-    address, secret = line_of(run)
-    c = lab.host("c")
-    refused = c.run([*UNISONO, "join", address, "--secret", secret, "--servers", "1"], folder=lab.folder, expect=21)
-    assert "UNI-2110" in refused.output
-    assert "join without --servers" in refused.output
     lab.go()
     check(run, expected)
     assert agent.wait(30).exit_code == 0
+
+
+def test_a_host_brings_one_server_more_to_a_run_that_has_all_it_wants(lab: Lab, expected: str) -> None:
+    """Without --servers it is refused. Scaled down, the run keeps the server that was brought."""
+    run, b = lab.run("--workers", "1", *SERVERS), lab.host("b")
+    wait_for_members(run, 0, 1)
+    address, secret = line_of(run)
+    refused = b.run([*UNISONO, "join", address, "--secret", secret], folder=lab.folder, expect=21)
+    assert "UNI-2110" in refused.output
+    lab.join(b, run, "--workers", "0", "--servers", "1")
+    wait_for_members(run, 0, 1, 2)
+    assert serving(run) == [1, 2]
+    name = next(path.name for path in (lab.folder / "runs").iterdir())
+    lab.a.run([*UNISONO, "scale", name, "--servers", "1"], folder=lab.folder)
+    wait_for_members(run, 0, 2)
+    assert serving(run) == [2]
+    lab.go()
+    check(run, expected)

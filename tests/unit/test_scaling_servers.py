@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More and fewer parameter servers while a run trains: ``unisono scale RUN --servers S``."""
+"""More and fewer parameter servers while a run trains: by ``unisono scale RUN --servers S``, and by hosts that join."""
 
 from __future__ import annotations
 
@@ -194,6 +194,8 @@ def test_a_run_whose_members_must_stay_the_same_keeps_its_servers() -> None:
     answer = scale(run, servers=2)
     assert not answer.ok
     assert "with unisono.kvstore" in answer.text
+    run.join("b", room=1, servers=1)
+    assert run.quorum.roster.servers == 1
 
 
 def test_a_run_that_is_about_to_end_is_not_scaled() -> None:
@@ -207,6 +209,60 @@ def test_the_overview_says_how_many_servers_are_wanted() -> None:
     run = served(2, 1)
     scale(run, servers=3)
     assert (run.command("ps").data["target"], run.command("ps").data["servers"]) == (2, 3)
+
+
+# --- hosts that bring servers
+
+
+@pytest.mark.parametrize(
+    ("here", "joins", "wanted"),
+    [
+        (3, [("b", 1)], 2),  # the run has all it wants: one more
+        (3, [("b", 2)], 3),
+        (2, [("b", 1)], 1),  # a worker is missing: the owner's server becomes that
+        (2, [("b", 2)], 2),
+        (3, [("b", 1), ("c", 1)], 3),
+        (2, [("b", 1), ("c", 1)], 2),
+        (3, [("b", 0)], 1),
+    ],
+)
+def test_servers_that_a_host_brings_beyond_those_of_the_run_are_added(
+    here: int, joins: list[tuple[str, int]], wanted: int
+) -> None:
+    run = Pretend(1, 2, 8, servers=1, servers_here=1, copies=1, open_door=True).begin(here)
+    for host, servers in joins:
+        run.ready(*run.join(host, room=servers, servers=servers))
+        run.form()
+    assert run.quorum.roster.servers == wanted
+    there = [run.host_of[number] for number in serving(run)]
+    assert [there.count(host) for host, _ in joins] == [servers for _, servers in joins]
+    assert (len(computing(run)), len(serving(run))) == (2, wanted)
+
+
+@pytest.mark.parametrize(("here", "wanted"), [(3, 2), (2, 1)])
+def test_a_host_that_comes_again_or_in_place_of_one_that_fell_silent_adds_nothing(here: int, wanted: int) -> None:
+    run = Pretend(1, 2, 8, servers=1, servers_here=1, copies=1, open_door=True).begin(here)
+    run.ready(*run.join("b", room=1, servers=1))
+    run.form()
+    run.hello("b", room=1, servers=1)
+    assert run.quorum.roster.servers == wanted
+    run.silent.add("b")
+    run.later(10)
+    run.form()
+    (new,) = run.join("c", room=1, servers=1)
+    run.ready(new)
+    assert run.quorum.roster.servers == wanted
+    assert new in serving(run)
+
+
+def test_scaled_down_the_run_keeps_the_servers_that_hosts_have_brought() -> None:
+    run = Pretend(1, 2, 8, servers=2, servers_here=2, copies=1, open_door=True).begin(4)
+    run.ready(*run.join("b", room=1, servers=1))
+    run.form()
+    assert serving(run) == [2, 3, 4]
+    scale(run, servers=1)
+    assert serving(run) == [4]
+    assert computing(run) == [0, 1]
 
 
 def test_with_fewer_servers_a_worker_elsewhere_goes_on_and_the_one_who_served_leaves() -> None:

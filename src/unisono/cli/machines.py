@@ -19,7 +19,8 @@ def join(
     ] = None,
     script: Annotated[str | None, typer.Option(help="Where the run's script is on this machine.")] = None,
     servers: Annotated[
-        int, typer.Option(help="How many of the run's parameter servers, besides the workers.", metavar="N", min=0)
+        int,
+        typer.Option(help="How many parameter servers, of the run's or more, besides the workers.", metavar="N", min=0),
     ] = 0,
 ) -> None:
     """Add this machine's workers, and servers, to a run that listens on another one."""

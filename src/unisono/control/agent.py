@@ -47,7 +47,7 @@ def join_run(address: str, secret: str, workers: int | None, own_address: str, s
     for finding in meeting.findings:
         if finding.error is not None:
             raise finding.error
-    if servers and not meeting.spec.serving:
+    if servers and meeting.spec.strategy != "ps":
         raise JoinError(
             f"--servers {servers} cannot take effect: the run at {ip}:{port} has no parameter servers",
             do="leave out --servers; or start the run with --strategy ps --servers N",

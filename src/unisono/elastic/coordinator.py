@@ -25,6 +25,7 @@ from websockets.exceptions import ConnectionClosed
 
 from unisono.core import process
 from unisono.core.errors import JoinError, RunIsFull, UnisonoError
+from unisono.elastic import roles
 from unisono.elastic.quorum import Order, Quorum, Rules
 from unisono.wire import messages as m
 from unisono.wire import secret
@@ -134,18 +135,12 @@ class Coordinator:
             return None
         if self.quorum.closing:
             return RunIsFull("the run is about to end and needs nobody any more", do="join the next one")
-        wanted, others = self.quorum.roster.servers, [host for host in self.quorum.hosts.values() if not host.leaving]
-        free = wanted - sum(host.servers for host in others)
-        if hello.servers > free:
-            return RunIsFull(
-                f"--servers {hello.servers} is more than the run can still place elsewhere ({free} of {wanted})",
-                do=f"join with --servers {free}" if free > 0 else "join without --servers",
-            )
+        roster = self.quorum.roster
         living, target = len(self.quorum.living()), self.quorum.target
-        if living < target + wanted:
+        if living < roster.wanted or roles.brought(roster, hello.host, hello.servers):
             return None
         return RunIsFull(
-            f"the run has all the workers it may have ({living - wanted} of {target})",
+            f"the run has all the workers it may have ({living - roster.servers} of {target})",
             do=f"make room with unisono scale RUN {living + hello.room}, or start it with a larger --workers MIN:MAX",
         )
 

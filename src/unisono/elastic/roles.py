@@ -3,7 +3,8 @@
 
 Any member can serve: it runs the same script and has the same model. So a lost server is replaced at once by somebody
 who is here, as long as enough are left to compute. Hosts may wish for servers; apart from that, who serves goes on
-serving. How many there should be is the operator's to say, while the run trains. Torch-free.
+serving. How many there should be is the operator's to say, while the run trains; a host that joins may bring some.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -67,3 +68,13 @@ def why_not(roster: Roster, servers: int) -> str:
             f"ask for {copies} or more, or start it with fewer copies"
         )
     return "" if servers >= 0 else f"{asked}: there can be 0 (whoever computes serves, too) or more"
+
+
+def brought(roster: Roster, host: str, servers: int) -> int:
+    """How many servers more the run has from now on, when a host comes with so many. Those that the run has already
+    move there, as far as they are not with other hosts and a place is free for who takes them over."""
+    others = [other for other in roster.hosts.values() if other.id not in (host, roster.owner)]
+    elsewhere = sum(other.servers for other in others if not (other.away or other.leaving))
+    more = max(elsewhere + servers - roster.servers, len(roster.living) + servers - roster.wanted)
+    more = max(0, min(more, servers))
+    return 0 if why_not(roster, roster.servers + more) else more

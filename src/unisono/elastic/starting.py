@@ -7,6 +7,7 @@ Called by the quorum. Torch-free.
 
 from __future__ import annotations
 
+from unisono.elastic import roles
 from unisono.elastic.orders import Orders
 from unisono.elastic.restarts import YOUNG_S, pause_s
 from unisono.elastic.roster import Host, Roster, Vacancy, Worker
@@ -24,7 +25,8 @@ def vacate(roster: Roster, worker: Worker, now_s: float) -> None:
 
 
 def offer_room(roster: Roster, host: Host, now_s: float) -> None:
-    """A host has come: workers for all its room, as far as the run wants them."""
+    """A host has come: workers for all its room, as far as the run wants them, and the servers that it brings."""
+    roster.servers += roles.brought(roster, host.id, host.servers)
     roster.vacancies += [Vacancy(host.id, -1, None, now_s, counts=False)] * host.room
 
 
