@@ -82,9 +82,9 @@ def test_a_worker_keeps_what_is_not_sent_to_it_again() -> None:
         served.editions.release(rank)
     _, shown = views.newer(1, -1, 0)
     before = shown.clone()
-    views.make_way(1, [])
+    views.make_way([], 1)
     assert views.newer(1, 0, 0) == []
-    views.make_way(2, [PLACE])
+    views.make_way([PLACE], 2)
     served.update(1)
     assert torch.equal(shown, before)
     assert not torch.equal(served.editions.newest(PLACE), before)
