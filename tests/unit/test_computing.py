@@ -19,7 +19,7 @@ from unisono.train.blocks import repeated_blocks
 from unisono.train.computing import Computing, choose, refuse
 from unisono.train.loss_scale import LARGEST, LossScale, NoScale
 from unisono.train.numerics import fuse
-from unisono.train.precision import narrow_stream, plan_fp8, refuse_fp8, use_fp8
+from unisono.train.precision import narrow_stream, plan_fp8, refuse_fp8, require_fp8, use_fp8
 from unisono.train.recomputing import recompute_blocks
 
 
@@ -51,7 +51,30 @@ def test_what_cannot_take_effect_is_refused(computing: Computing, facts: dict[st
     refuse(Computing(), **{**usual, **facts})  # type: ignore[arg-type]
 
 
-def test_fp8_is_refused_where_the_hardware_has_none() -> None:
+@pytest.mark.parametrize(
+    ("device", "capability", "name", "has"),
+    [
+        ("cpu", None, "a CPU", False),
+        ("cuda", (7, 5), "Tesla T4", False),
+        ("cuda", (8, 0), "NVIDIA A100-SXM4-80GB", False),
+        ("cuda", (8, 6), "NVIDIA A10", False),
+        ("cuda", (8, 9), "NVIDIA L4", True),
+        ("cuda", (9, 0), "NVIDIA H200", True),
+        ("cuda", (10, 0), "NVIDIA B200", True),
+        ("xpu", (12, 0), "another kind of GPU", False),
+    ],
+)
+def test_fp8_is_refused_where_the_hardware_has_none(
+    device: str, capability: tuple[int, int] | None, name: str, has: bool
+) -> None:
+    if has:
+        require_fp8(device, capability, name)
+    else:
+        with pytest.raises(SetupError, match=f"fp8 cannot take effect on {name}"):
+            require_fp8(device, capability, name)
+
+
+def test_a_cpu_is_asked_for_no_capability() -> None:
     with pytest.raises(SetupError, match="fp8 cannot take effect on a CPU"):
         refuse_fp8(torch.device("cpu"))
 

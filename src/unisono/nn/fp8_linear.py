@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+CAPABILITY = (8, 9)  # of a GPU, from which on it has products in fp8: Ada, Hopper, Blackwell
 MULTIPLE = 16  # of which both sides of a product must be multiples
 _SMALLEST = 1e-12  # a tensor of zeros has a scale too
 
@@ -27,6 +28,11 @@ class Fp8Linear(nn.Linear):
         flat: Tensor = _Product.apply(x.reshape(rows, x.shape[-1]), self.weight)  # type: ignore[no-untyped-call]
         out = flat.view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+def has_fp8(capability: tuple[int, int] | None) -> bool:
+    """Whether a device of this compute capability has products in fp8; None: it has none to tell."""
+    return capability is not None and capability >= CAPABILITY
 
 
 def why_not(layer: nn.Linear) -> str:

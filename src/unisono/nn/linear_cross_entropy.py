@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.nn.fp8_linear import why_not
+from unisono.nn.fp8_linear import has_fp8, why_not
 from unisono.nn.head_products import Narrow, Wide
 
 _CHUNK_SCORES = 1 << 30  # in one chunk, about, unless the caller says how many tokens
-_FP8_CAPABILITY = (8, 9)
 
 
 class LinearCrossEntropy(nn.Module):
@@ -56,7 +55,7 @@ def linear_cross_entropy(
     fp8: bool = False,
 ) -> Tensor:
     """The mean over all tokens but those whose target is `ignore_index`."""
-    if fp8 and features.is_cuda and torch.cuda.get_device_capability(features.device) < _FP8_CAPABILITY:
+    if fp8 and features.is_cuda and not has_fp8(torch.cuda.get_device_capability(features.device)):
         name = torch.cuda.get_device_name(features.device)
         raise ValueError(f"fp8=True cannot take effect on {name}: it needs a GPU of compute capability 8.9 or later")
     device = features.device.type

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.core.errors import SetupError
-from unisono.nn.fp8_linear import Fp8Linear, why_not
+from unisono.nn.fp8_linear import Fp8Linear, has_fp8, why_not
 from unisono.nn.fp8_rows import Fp8RowsLinear
 from unisono.train.blocks import repeated_blocks
 
 _NARROW = {"bf16": torch.bfloat16, "bf16-all": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_FP8_CAPABILITY = (8, 9)
 # Products gain with inputs x outputs, conversions cost with inputs + outputs. Below this quotient they cost more.
 _GAINING = 500
 _WIDE = 2048  # of both sides: from here on the gradient of the weights gains too
@@ -34,9 +33,15 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def refuse_fp8(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY:
+    is_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if is_gpu else None
+    require_fp8(device.type, capability, torch.cuda.get_device_name(device) if is_gpu else "a CPU")
+
+
+def require_fp8(device_type: str, capability: tuple[int, int] | None, name: str) -> None:
+    """Raises SetupError for a device that has none: computing in another precision would be no fp8."""
+    if device_type == "cuda" and has_fp8(capability):
         return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     raise SetupError(
         f"precision fp8 cannot take effect on {name}",
         cause="products in fp8 need a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell)",
