@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from multiproc.running import Finished, run_python, run_unisono
 from unisono.core import events
+from unisono.core.mesh import parse_mesh
 from unisono.core.run_dir import RunDir
 
 SCRIPT = Path(__file__).with_name("train_decoder.py")
@@ -78,6 +79,20 @@ def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...
     assert list(weights[0]) == list(weights[1])
     for name, value in weights[0].items():
         assert value == pytest.approx(weights[1][name], rel=1e-6, abs=1e-8), name
+    if parse_mesh(mesh).fsdp == 1:
+        assert_the_pipeline_was_told(cut, mesh)
+
+
+def assert_the_pipeline_was_told(finished: Finished, mesh: str) -> None:
+    """Once, with a picture: after the third step, which is short, the next full one."""
+    stages, told = parse_mesh(mesh).pp, finished.events_of(events.StagesTimed)
+    assert finished.run_dir is not None
+    picture = RunDir(finished.run_dir).pipeline
+    assert picture.exists() == (stages > 1)
+    assert [(event.step, len(event.bubbles)) for event in told] == ([(4, stages)] if stages > 1 else [])
+    if told:
+        assert all(0 <= bubble < 1 for bubble in told[0].bubbles)
+        assert f"measured: {told[0].schedule}" in picture.read_text()
 
 
 @pytest.mark.parametrize("inner", ["fsdp=2", "tp=2", "pp=2"])

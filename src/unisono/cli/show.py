@@ -103,6 +103,8 @@ def show_run(name: str) -> None:
         _print_communication(console, summary, run_dir)
     if summary.codecs.chosen:
         _print_codecs(console, summary, run_dir)
+    if summary.stages and run_dir.pipeline.exists():
+        _print_plot(console, lambda: run_dir.pipeline)
     if summary.staleness.last:
         _print_plot(console, lambda: write_staleness_plot(run_dir.path / STALENESS_FILE_NAME, summary.staleness))
     if summary.history.is_eventful:

@@ -51,6 +51,11 @@ class RunDir:
         return self.path / "receipt.json"
 
     @property
+    def pipeline(self) -> Path:
+        """A picture of how full the pipeline was, where ranks share a model in stages."""
+        return self.path / "pipeline.svg"
+
+    @property
     def weights(self) -> Path:
         return self.path / "final.safetensors"
 

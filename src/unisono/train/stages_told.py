@@ -15,7 +15,6 @@ from unisono.train.job import Job
 
 FROM_STEP, EVERY = 3, 500  # the first steps are slower: everything is new to the machine
 _TOLD = "stages-timed"
-PICTURE = "pipeline.svg"
 _KINDS = "FBIW"
 _NUMBERS = 5  # of a slot
 _MOST = 4096  # slots of a rank
@@ -48,7 +47,7 @@ def tell_stages(job: Job, step: int) -> None:
     if job.is_first:
         with contextlib.suppress(OSError):
             title = f"one microbatch of step {step}, measured: {plan.schedule}"
-            (job.context.run_dir.path / PICTURE).write_text(draw(Timetable(plan, measured), title, "s"))
+            job.context.run_dir.pipeline.write_text(draw(Timetable(plan, measured), title, "s"))
 
 
 def _packed(slot: Slot) -> tuple[float, ...]:
