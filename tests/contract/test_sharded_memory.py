@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from worlds import on_every_rank
 
 from unisono.parallel.materialise import Maker
-from unisono.parallel.sharded import PartByPart, layers_in, shard
+from unisono.parallel.sharded import PartByPart, shard
 from unisono.parallel.shards import Shards
+from unisono.parallel.units import layers_in
 
 LAYERS = 5
 

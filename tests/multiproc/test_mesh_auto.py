@@ -36,7 +36,7 @@ def choose(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = TRAINS, 
     """What auto makes of `values`, by a real probe, on a machine of 3,600 bytes."""
     (folder / "train.py").write_text(script)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(mesh_auto, "_machine_bytes", lambda: 3600)
+    monkeypatch.setattr(mesh_auto, "machine_bytes", lambda: 3600)
     said: list[str] = []
     values = {"script": "train.py", "mesh": "auto", **values}
     return mesh_auto.chosen(build_run_spec(values, "test"), values, said.append), said
@@ -76,7 +76,7 @@ import sys
 from unisono.cli import main
 from unisono.control import mesh_auto
 
-mesh_auto._machine_bytes = lambda: 3600
+mesh_auto.machine_bytes = lambda: 3600
 sys.argv = {asked}
 sys.exit(main())
 """

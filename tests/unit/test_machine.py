@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from unisono.control import cgroup, machine, torch_probe
-from unisono.control.cgroup import Limits
+from unisono.control import machine, torch_probe
 from unisono.control.facts import MISSING
 from unisono.control.machine import Memory, Space
 from unisono.control.preflight import Finding
 from unisono.control.torch_probe import Outcome
+from unisono.core import cgroup
+from unisono.core.cgroup import Limits
 
 KB, MB, GB = 1000, 1000**2, 1000**3
 NO_LIMIT = resource.RLIM_INFINITY
@@ -173,6 +174,15 @@ def test_where_there_are_no_groups_there_is_no_limit(tmp_path: Path) -> None:
     assert cgroup.read_limits(tmp_path / "none", tmp_path) == Limits()
     write(tmp_path / "fs", cpu__max="", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     assert limits(tmp_path, "0::/\n") == Limits()
+
+
+@pytest.mark.parametrize(("limit", "found"), [(None, 64 * GB), (8 * GB, 8 * GB), (100 * GB, 64 * GB)])
+def test_a_containers_limit_is_all_the_memory_that_there_is(
+    limit: int | None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4000, "SC_PHYS_PAGES": 16 * MB}.__getitem__)
+    monkeypatch.setattr(cgroup, "read_limits", lambda: Limits(memory_bytes=limit))
+    assert cgroup.machine_bytes() == found
 
 
 TOLD = '{"version": "2.13.0", "seconds": 1.5, "devices": [], "cuda": ""}\n'

@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from unisono.core.spec import RunSpec
 from unisono.parallel.optimizer_trials import state_bytes
 from unisono.train.job import Request
+from unisono.train.needs import needs_of
 from unisono.train.options import Parallel
-from unisono.train.probe import needs_of
 from unisono.train.trainer import as_data
 
 

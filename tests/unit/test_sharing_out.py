@@ -11,7 +11,7 @@ from torch import nn
 
 from unisono.core.errors import SetupError
 from unisono.parallel.grouped import narrowed, samples_in
-from unisono.parallel.sharded import units
+from unisono.parallel.units import units
 from unisono.train.notes import Notes, of_replica
 
 Pair = namedtuple("Pair", "inputs targets")

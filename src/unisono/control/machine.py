@@ -19,9 +19,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from unisono.control import cgroup, facts
+from unisono.control import facts
 from unisono.control.preflight import Finding
 from unisono.control.torch_probe import Outcome
+from unisono.core import cgroup
 
 SMALL_SHARED_MEMORY = 64 << 20  # what Docker gives unless it is told otherwise
 LEAST_SHARED_MEMORY = 4 << 20

@@ -20,9 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unisono.control.cgroup import read_limits
 from unisono.control.local_workers import worker_environment
-from unisono.control.machine import read_memory
+from unisono.core.cgroup import machine_bytes
 from unisono.core.errors import ScriptFailed, SetupError, UsageError, from_dict
 from unisono.core.mesh import parse_mesh
 from unisono.core.mesh_choice import Choice, Needs, choose, devices_of
@@ -71,14 +70,7 @@ def _as_before(spec: RunSpec, asked: Workers | None) -> Choice | None:
 
 def _by_need(spec: RunSpec, asked: Workers | None, say: Say) -> Choice:
     needs = ask_probe(spec, say)
-    return choose(needs, devices_of(needs, _machine_bytes(), asked), asked)
-
-
-def _machine_bytes() -> int:
-    """All of it, not what is free at the moment: the same command should choose the same mesh."""
-    limit = read_limits().memory_bytes
-    total = read_memory(None).total
-    return total if limit is None else min(total, limit)
+    return choose(needs, devices_of(needs, machine_bytes(), asked), asked)
 
 
 def ask_probe(spec: RunSpec, say: Say, limit_s: float = LIMIT_S) -> Needs:

@@ -2,7 +2,7 @@
 """Sharding inside a replica (`fsdp`): each rank holds a part of every parameter, of its gradient and its state.
 
 torch's FSDP2 does it: a block's parameters are put together just before they are needed. What is put together at once
-is a *unit*: a member of a list of blocks or a layer of one, and what is left of the model. Knows models, not steps.
+is a unit (`units`). Knows models, not steps.
 ZeRO: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
 """
 
@@ -18,44 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from unisono.parallel.units import layers_in, units
+
 STAGES = (1, 2, 3)
-UNITS = ("block", "layer")
-
-
-def units(model: nn.Module) -> list[str]:
-    """The blocks that are put together one at a time: what stands in a ModuleList or Sequential and has parameters, the
-    outermost of them."""
-    found: list[str] = []
-
-    def look(module: nn.Module, path: str) -> None:
-        for key, child in module.named_children():
-            name = f"{path}.{key}" if path else key
-            if not any(True for _ in child.parameters()):
-                continue
-            if isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(child, nn.ModuleList):
-                found.append(name)
-            else:
-                look(child, name)
-
-    look(model, "")
-    return found
-
-
-def layers_in(block: nn.Module) -> list[str]:
-    """Finer than blocks: each module in it that holds a matrix of its own. One whose parent reads its weights without
-    calling it is not a unit: of torch's own modules that is the inside of `nn.MultiheadAttention`."""
-    found: list[str] = []
-
-    def look(module: nn.Module, path: str) -> None:
-        for key, child in module.named_children():
-            name = f"{path}.{key}" if path else key
-            if isinstance(child, nn.MultiheadAttention) or any(p.dim() > 1 for p in child.parameters(recurse=False)):
-                found.append(name)
-            else:
-                look(child, name)
-
-    look(block, "")
-    return found
 
 
 def shard(

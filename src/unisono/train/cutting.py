@@ -26,10 +26,11 @@ from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
 from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
 from unisono.parallel.pipeline_layers import Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
-from unisono.parallel.sharded import UNITS, give_back, shard
+from unisono.parallel.sharded import give_back, shard
 from unisono.parallel.shards import NO_CUTS, Shards
 from unisono.parallel.shared_norms import SharedNorms, has_batch_norm
 from unisono.parallel.tensor_plan import TensorPlan, plan_for
+from unisono.parallel.units import UNITS
 from unisono.train.options import Parallel
 
 Make = Callable[[nn.Module], None]  # gives a part of a model that is on the meta device its values

@@ -2,11 +2,13 @@
 """What a container or a service allows this process: CPU, memory and processes, from control groups v1 and v2.
 
 A limit of any group on the way up counts, so the smallest is given. Pure reading below two folders, which tests
-build themselves; what the kernel does not tell is None. Used by `machine`.
+build themselves; what the kernel does not tell is None. Read by the checks of a machine and by whoever shares its
+memory out.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -30,6 +32,14 @@ def read_limits(membership: Path = Path("/proc/self/cgroup"), root: Path = Path(
         memory_left_bytes=min((left for folder in folders for _, left in _memory(folder)), default=None),
         processes_left=min((left for folder in folders for left in _processes_left(folder)), default=None),
     )
+
+
+def machine_bytes() -> int:
+    """The memory that there is for all processes here: all of it, and not what is free at the moment, so that the same
+    command decides the same."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = read_limits().memory_bytes
+    return total if limit is None else min(total, limit)
 
 
 def _folders(membership: Path, root: Path) -> list[Path]:
