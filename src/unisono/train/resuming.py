@@ -251,8 +251,9 @@ def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force:
     job, before = spec.model_dump(mode="json"), _table(found, "job")
     keys = [key for key in job if key not in _TOLD_ELSEWHERE and before.get(key) != job[key]]
     changed = {key: (before.get(key), job[key]) for key in keys}
-    harmless = [_harmless(key, old, new) for key, (old, new) in changed.items() if key in _MAY_DIFFER]
-    harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in _MAY_DIFFER]
+    may_differ = _MAY_DIFFER if spec.compile != "none" else (*_MAY_DIFFER, "recompute")  # compiled, it decides bits
+    harmless = [_harmless(key, old, new) for key, (old, new) in changed.items() if key in may_differ]
+    harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in may_differ]
     now, then = fingerprint.model_dump(mode="json"), _table(found, "fingerprint")
     if then.get("data") != now.get("data"):
         harmful.append("the data: another length, or other samples under the same ids")
