@@ -213,19 +213,24 @@ def test_the_fused_loss_needs_less_memory_and_gives_the_same() -> None:
     assert little < much / 3
 
 
+@pytest.mark.parametrize(
+    ("room", "category", "remedy"),
+    [(3e8, "activations", "--precision bf16"), (5e7, "parameters", "--mesh dp=1,fsdp=")],  # weights are 1.1e8
+)
 def test_running_out_of_memory_names_the_category_and_three_remedies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    room: float, category: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.cuda.empty_cache()
     capacity = torch.cuda.get_device_properties(GPU).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 1e8) / capacity, GPU)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + room) / capacity, GPU)
     try:
         with pytest.raises(DeviceMemory) as caught:
             fit(tmp_path, monkeypatch)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, GPU)
         torch.cuda.empty_cache()
-    assert "most of which holds activations" in caught.value.what
+    assert f"most of which holds {category}" in caught.value.what
+    assert caught.value.do.startswith(remedy)
     assert len(caught.value.do.splitlines()) == 3
     assert "saves about" in caught.value.do
 

@@ -18,4 +18,5 @@ def describe_device(measured: DeviceMeasured | None) -> list[tuple[str, str]]:
     if measured.mfu is not None:
         speed += f", {measured.mfu:.1%} of the peak ({measured.peak})"
     memory = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in measured.memory.items() if size)
-    return [("device", speed), ("memory", memory)]
+    whose = "" if measured.rank is None else f"rank {measured.rank}, the fullest: "
+    return [("device", speed), ("memory", whose + memory)]

@@ -81,7 +81,8 @@ class DeviceMeasured(Event):
     tflops: float | None  # of all GPUs together; None: the model's operations are not known
     mfu: float | None  # tflops over the peak of all
     peak: str  # which peak, in words
-    memory: dict[str, int]  # bytes on the sender's GPU at the most, by what they are used for
+    memory: dict[str, int]  # bytes on one GPU at the most, by what they are used for
+    rank: int | None = None  # whose GPU: the fullest of the first replica's; None: a replica is one rank
 
 
 @dataclass(frozen=True, kw_only=True)

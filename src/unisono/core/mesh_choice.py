@@ -107,18 +107,22 @@ def candidates(count: int) -> Iterator[Mesh]:
 
 
 def bytes_of(needs: Needs, mesh: Mesh, replicas: int) -> float:
-    """What a rank holds at the peak of a step, without activations: its part of everything, and what is whole for a
-    moment. A block is there up to four times: received, as weights, as gradients, and as what is sent
-    (bench/mesh_memory.py). What is in no block is whole all the time, and its gradients come last. Whole weights do not
-    replace the parts, which stay beside them."""
+    """What a rank holds at the peak of a step, without activations."""
+    return sum(held(needs, mesh, replicas))
+
+
+def held(needs: Needs, mesh: Mesh, replicas: int) -> tuple[float, float]:
+    """Its part of everything, and what is whole for a moment. A block is there up to four times: received, as weights,
+    as gradients, and as what is sent (bench/mesh_memory.py). What is in no block is whole all the time, and its
+    gradients come last. Whole weights do not replace the parts, which stay beside them."""
     microbatches = _microbatches(needs, replicas)
     sums = needs.gradients * gradient_copies(-(-microbatches // replicas))
     parts = (needs.weights + sums + needs.state) / mesh.ranks
     if mesh.fsdp == 1:
-        return parts
+        return parts, 0.0
     if needs.zero == 3:
-        return parts + (needs.rest + max(4 * needs.unit, 3 * needs.rest)) / mesh.tp
-    return parts + (needs.weights + max(3 * needs.unit, 2 * needs.rest)) / mesh.tp
+        return parts, (needs.rest + max(4 * needs.unit, 3 * needs.rest)) / mesh.tp
+    return parts, (needs.weights / mesh.pp + max(3 * needs.unit, 2 * needs.rest)) / mesh.tp
 
 
 def gradient_copies(microbatches: int) -> int:

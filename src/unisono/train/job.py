@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from unisono.checkpoint.weights import hash_state
-from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm
 from unisono.core import events
 from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError, SlicesLost
@@ -37,6 +36,7 @@ from unisono.train.computing import Computing
 from unisono.train.context import Context
 from unisono.train.going_back import go_back
 from unisono.train.guard import ComputeAgain, Corrupted, Guard
+from unisono.train.memory import Setting
 from unisono.train.metering import NO_METER, Meter, NoMeter
 from unisono.train.numerics import Update
 from unisono.train.options import Clip, Parallel
@@ -91,6 +91,7 @@ class Job(Teller):
     fingerprint: Fingerprint
     guard: Guard
     prepared: Prepared
+    foresight: Callable[[], Setting]  # what memory depends on, as it was before the model was cut
     faults: FaultPoints = NO_FAULTS
     state: TrainState = field(default_factory=TrainState)
     notices: set[str] = field(default_factory=set)
@@ -104,10 +105,6 @@ class Job(Teller):
     model: nn.Module | None = None  # what computes here, where that is not the whole model
     spread: Spread | None = None  # where ranks hold parts of the state
     checkpoints: Checkpoints = field(init=False)
-
-    @property
-    def inner(self) -> Inner:
-        return self.spread.inner if self.spread else ALONE
 
     @property
     def carried(self) -> Carried:

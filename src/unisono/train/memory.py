@@ -1,27 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's memory by what it is used for, before and during a training; and what to do when it is not enough.
+"""A device's memory by what it is used for, before and during a training; and what must be recomputed for it to fit.
 
-Pure: sizes in, decisions and sentences out. What is measured comes from `metering`. Activations are estimated from the
-linear layers alone, which is where nearly all of them are in the models that outgrow a device.
+Pure: sizes in, decisions out. What is measured comes from `metering`, what is done when it is not enough from
+`remedies`. Activations are estimated from the linear layers alone, which is where nearly all of them are in the models
+that outgrow a device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import nn
 
-from unisono.core.errors import DeviceMemory
+from unisono.core.mesh import Mesh
+from unisono.core.mesh_choice import Needs, held
+from unisono.core.spec import Workers
 from unisono.train.blocks import repeated_blocks
 
 USABLE = 0.9  # of a device: the rest is fragments, kernels and their workspace
-_STATE = {torch.optim.Adam: 2, torch.optim.AdamW: 2, torch.optim.SGD: 1}  # numbers kept for every parameter
+WHOLE, ONE = Mesh(), Workers(min=1, max=1)
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Estimated bytes of one microbatch, by what is recomputed; `scores`: the outputs of layers outside of blocks."""
+    """Estimated bytes of one microbatch on one rank, by what is recomputed; `scores`: the outputs of layers outside of
+    blocks."""
 
     none: int
     selective: int
@@ -32,31 +36,82 @@ class Activations:
         return {"none": self.none, "selective": self.selective, "full": self.full}[recompute] + self.scores
 
 
-def estimate(model: nn.Module, rows: int, element_bytes: int) -> Activations:
-    """`rows`: vectors that go through a linear layer, which are tokens or samples of a microbatch.
+def rows_of(batch_size: int, microbatches: int, tokens: int, mesh: Mesh = WHOLE) -> int:
+    """Vectors of a microbatch that go through a linear layer of one rank: its tokens, or samples. `tokens` of a sample;
+    0: it is not made of any."""
+    samples = -(-batch_size // microbatches)
+    return -(-samples // mesh.fsdp) * (tokens or 1)
+
+
+def estimate(model: nn.Module, rows: int, element_bytes: int, mesh: Mesh = WHOLE) -> Activations:
+    """Of a model that has not been cut yet, for a rank of `mesh`.
 
     A layer keeps its input, and what follows it keeps its output. ``selective`` keeps outputs alone; ``full`` keeps
-    what enters each block, and all of one block while that is computed again.
+    what enters each block, and all of one block while that is computed again. Stages of a pipeline share the blocks,
+    with all chunks of a microbatch under way; the last has the outputs. With tp, what is as wide as what enters its
+    block is taken to be whole on every rank.
     """
     blocks = repeated_blocks(model)
     per_block = [[layer for layer in block.modules() if isinstance(layer, nn.Linear)] for _, block in blocks]
     inside = {id(layer) for layers in per_block for layer in layers}
     outside = [m for m in model.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
-    wide = [sum(layer.in_features + layer.out_features for layer in layers) for layers in per_block]
-    products = sum(layer.out_features for layers in per_block for layer in layers)
+    inputs = [sum(_shared(layer.in_features, layers, mesh) for layer in layers) for layers in per_block]
+    products = [sum(_shared(layer.out_features, layers, mesh) for layer in layers) for layers in per_block]
+    both = [taken + given for taken, given in zip(inputs, products, strict=True)]
     entering = sum(layers[0].in_features for layers in per_block if layers)
     scores = sum(layer.in_features + 2 * layer.out_features for layer in outside)
     each = rows * element_bytes
-    return Activations(sum(wide) * each, products * each, (entering + max(wide, default=0)) * each, scores * each)
+    return Activations(
+        -(-sum(both) // mesh.pp) * each,
+        -(-sum(products) // mesh.pp) * each,
+        (-(-entering // mesh.pp) + max(both, default=0)) * each,
+        scores * each,
+    )
 
 
-def state_bytes(parameters: int, optimizer: torch.optim.Optimizer) -> int:
-    """Weights, gradients and what the optimizer keeps, all in fp32."""
-    return parameters * 4 * (2 + _STATE.get(type(optimizer), 2))
+def _shared(width: int, layers: list[nn.Linear], mesh: Mesh) -> int:
+    return width if width == layers[0].in_features else -(-width // mesh.tp)
 
 
-def choose_recompute(state: int, activations: Activations, capacity: int) -> str:
-    """The least that makes it fit; ``full`` also when nothing does."""
+@dataclass(frozen=True)
+class Setting:
+    """Of a training, what its memory depends on, as it is known before the model is cut."""
+
+    needs: Needs  # with the number of microbatches that was settled on
+    recompute: str
+    precision: str
+    estimated: Activations | None  # for the mesh in hand; None where it cannot be
+    mesh: Mesh = WHOLE
+    workers: Workers = ONE  # replicas
+    host_is_apart: bool = True  # what is offloaded does not count
+    larger: tuple[Mesh, ...] = ()  # meshes into which the model could be cut instead
+    devices: int = 1  # of this machine
+
+    @property
+    def microbatches(self) -> int:
+        return self.needs.microbatches or 1
+
+    def state(self, mesh: Mesh | None = None, **changes: Any) -> float:
+        """Bytes on a rank's device besides activations, with another mesh or other needs if so. The fewer replicas, the
+        more partial sums."""
+        needs, mesh = replace(self.needs, **changes), mesh or self.mesh
+        parts, together = held(needs, mesh, min(self.workers.min, self.replicas_with(mesh)))
+        return together if needs.offload and self.host_is_apart else parts + together
+
+    def replicas_with(self, mesh: Mesh) -> int:
+        """As many as now, or as this machine has devices for."""
+        return self.workers.max if mesh == self.mesh else max(1, min(self.workers.max, self.devices // mesh.ranks))
+
+
+def share_of_machine(machine_bytes: int, workers: int, mesh: Mesh) -> int:
+    """Of one rank, where the ranks of all this machine's workers compute in its memory."""
+    return machine_bytes // (workers * mesh.ranks)
+
+
+def choose_recompute(setting: Setting, capacity: int) -> str:
+    """The least that makes it fit into a rank's memory; ``full`` also when nothing does."""
+    assert setting.estimated is not None
+    state, activations = setting.state(), setting.estimated
     fitting = (how for how in ("none", "selective") if state + activations.of(how) <= USABLE * capacity)
     return next(fitting, "full")
 
@@ -80,67 +135,3 @@ class Usage:
     def largest(self) -> str:
         sizes = self.categories()
         return max(sizes, key=lambda name: sizes[name])
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Of the training that ran out of memory: what remedies depend on."""
-
-    microbatches: int
-    batch_size: int
-    recompute: str
-    precision: str
-    estimated: Activations | None  # for the microbatch in hand; None where it cannot be
-
-
-@dataclass(frozen=True)
-class Remedy:
-    saves: int  # bytes, estimated
-    price: float  # share of the step's time, estimated
-    text: str
-
-
-def remedies(usage: Usage, setting: Setting) -> list[Remedy]:
-    """All that would help, cheapest first."""
-    found = []
-    activations, estimated = usage.activations, setting.estimated
-    if setting.precision == "fp32":
-        found.append(Remedy(activations // 2, -0.5, '--precision bf16 (or Trainer(precision="bf16"))'))
-    if estimated is not None and estimated.scores > estimated.of(setting.recompute) // 4:
-        share = estimated.scores / max(1, estimated.of(setting.recompute))
-        found.append(Remedy(int(activations * share * 0.9), 0.0, "unisono.nn.LinearCrossEntropy for the output layer"))
-    more = min(setting.batch_size, 2 * setting.microbatches)
-    if more > setting.microbatches:
-        saved = int(activations * (1 - setting.microbatches / more))
-        found.append(Remedy(saved, 0.02, f"--microbatches {more} (this changes the bits)"))
-    for how, price in (("selective", 0.05), ("full", 0.33)):
-        if estimated is not None and estimated.of(how) < estimated.of(setting.recompute):
-            share = 1 - estimated.of(how) / estimated.of(setting.recompute)
-            found.append(Remedy(int(activations * share), price, f"--recompute {how}"))
-    return sorted(found, key=lambda remedy: remedy.price)
-
-
-def explain(usage: Usage, setting: Setting, asked: str) -> DeviceMemory:
-    """`asked`: the allocation that failed, in the allocator's words."""
-    sizes = ", ".join(f"{name} {gigabytes(size)}" for name, size in usage.categories().items() if size)
-    lines = [
-        f"{remedy.text}: saves about {gigabytes(remedy.saves)}, {_price(remedy.price)}"
-        for remedy in remedies(usage, setting)[:3]
-    ]
-    return DeviceMemory(
-        f"the device is out of memory, most of which holds {usage.largest} "
-        f"({gigabytes(usage.categories()[usage.largest])} of {gigabytes(usage.capacity)})",
-        where=asked,
-        cause=f"in use at the most: {sizes}",
-        do="\n".join(lines) or "use a device with more memory, or spread the model over several",
-    )
-
-
-def _price(share: float) -> str:
-    if share < 0:
-        return "and is faster"
-    return f"and costs about {share:.0%} of the time" if share else "at no cost in time"
-
-
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -9,13 +9,14 @@ and token. Called by `telling`; `NO_METER` where there is no GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from unisono.comm.inner import ALONE, Inner
 from unisono.core import events
 from unisono.train.memory import Usage
 
@@ -60,25 +61,27 @@ def flops_per_sample(model: nn.Module, batch: Any, tokens: int) -> float:
 
 def usage_of(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Usage:
     """At the step's worst moment since the last call of `reset_peak`."""
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
-    state = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values() if _is_there(v))
+    parameters = _bytes(model.parameters())
+    gradients = _bytes(p.grad for p in model.parameters())
+    state = _bytes(value for entry in optimizer.state.values() for value in entry.values())
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     capacity = torch.cuda.get_device_properties(device).total_memory
     activations = max(0, peak - parameters - gradients - state)
     return Usage(parameters, gradients, state, activations, max(0, reserved - peak), capacity)
 
 
-def _is_there(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
+def _bytes(values: Iterable[Any]) -> int:
+    """Of what is on the device; of what is spread over ranks, this one's part."""
+    local = (value.to_local() if hasattr(value, "to_local") else value for value in values)
+    return sum(v.numel() * v.element_size() for v in local if isinstance(v, Tensor) and v.is_cuda)
 
 
 class Meter:
     def __init__(
-        self, card: str, precision: str, workers: Callable[[], int], usage: Callable[[], Usage], told_s: float = TOLD_S
+        self, card: str, precision: str, ranks: Callable[[], int], usage: Callable[[], Usage], told_s: float = TOLD_S
     ) -> None:
         self._peak = peak_of(card, precision)
-        self._workers, self._usage, self._told_s = workers, usage, told_s
+        self._ranks, self._usage, self._told_s = ranks, usage, told_s
         self._tokens = 0
         self._flops = 0.0
         self._since: tuple[float, int] | None = None  # seconds, samples
@@ -88,19 +91,23 @@ class Meter:
         self._tokens = tokens_in(batch)
         self._flops = flops_per_sample(model, batch, self._tokens)
 
-    def observe(self, step: int, samples: int, now_s: float | None = None) -> Sequence[events.Event]:
-        """After a step, `samples` of them so far. The first step is not measured: it allocates and compiles."""
+    def observe(
+        self, step: int, samples: int, inner: Inner = ALONE, now_s: float | None = None
+    ) -> Sequence[events.Event]:
+        """After a step, `samples` of them so far; on all ranks of a replica at once. The first step is not measured: it
+        allocates and compiles."""
         now_s = time.monotonic() if now_s is None else now_s
         if self._since is None or samples < self._since[1]:
             self._since = now_s, samples
-            return ()
         seconds, count = now_s - self._since[0], samples - self._since[1]
-        if seconds < self._told_s:
+        is_due = inner.rows([count > 0 and seconds >= self._told_s])[0][0]  # by the first rank's clock
+        if not is_due:
             return ()
         self._since = now_s, samples
         rate = count / seconds
         achieved = rate * self._flops / 1e12
-        used = achieved / (self._peak[0] * self._workers()) if self._peak and achieved else None
+        used = achieved / (self._peak[0] * self._ranks()) if self._peak and achieved else None
+        rank, memory = fullest(inner, self._usage())
         return (
             events.DeviceMeasured(
                 step=step,
@@ -109,16 +116,25 @@ class Meter:
                 tflops=round(achieved, 2) if achieved else None,
                 mfu=round(used, 4) if used is not None else None,
                 peak=self._peak[1] if self._peak else "unknown for this card",
-                memory=self._usage().categories(),
+                memory=memory,
+                rank=rank if inner.size > 1 else None,
             ),
         )
+
+
+def fullest(inner: Inner, usage: Usage) -> tuple[int, dict[str, int]]:
+    """Which rank of the replica has most of its memory in use, and what for."""
+    names = list(usage.categories())
+    rows = inner.rows(list(usage.categories().values()))
+    rank = max(range(inner.size), key=lambda number: sum(rows[number]))
+    return rank, dict(zip(names, map(int, rows[rank]), strict=True))
 
 
 class NoMeter:
     def learn(self, model: nn.Module, batch: Any) -> None:  # noqa: ARG002
         return None
 
-    def observe(self, step: int, samples: int) -> Sequence[events.Event]:  # noqa: ARG002
+    def observe(self, step: int, samples: int, inner: Inner = ALONE) -> Sequence[events.Event]:  # noqa: ARG002
         return ()
 
 

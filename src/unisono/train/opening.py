@@ -47,7 +47,7 @@ from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.replica import give_values, open_replica
 from unisono.train.resuming import Home, open_home
-from unisono.train.settling import meter_for, settle_computing
+from unisono.train.settling import explained, meter_for, settle_computing
 from unisono.train.strategies import open_strategy, settle_local_steps
 
 
@@ -57,18 +57,17 @@ def open_job(context: Context, request: Request) -> Job:
     home = open_home(context.spec, context.run_dir, bool(place and place.under_way))
     request = replace(request, local=settle_local_steps(context.spec, request.local))
     device = numerics.choose_device(context.spec.device, *_slot(context))
-    spec, prepared = settle_computing(context.spec, request, _resolve(context, request, home.microbatches), device)
+    resolved = _resolve(context, request, home.microbatches)
+    spec, prepared, foresight = settle_computing(context, request, resolved, device)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact, strict=device.type == "cuda")
-    replica = open_replica(context, request, spec, device)
+    with explained(request.model, request.optimizer, device, foresight):
+        replica = open_replica(context, request, spec, device)
+        fused = _bring(request, spec.seed, device) if replica is None else numerics.fuse(request.optimizer, device)
     trained = replica.model if replica else request.model
-    if replica is None:
-        give_values(request, spec.seed)
-        fused = numerics.move(request.model, request.optimizer, device)
-    else:
+    if replica is not None:
         request = replace(request, model=replica.group.shards.shadow)
         spec = spec.model_copy(update={"sharing": replica.text})
-        fused = numerics.fuse(request.optimizer, device)
     if isinstance(prepared.scale, LossScale):
         request = replace(request, travellers={**request.travellers, "loss scale": prepared.scale})
     loader = _open_loader(request, spec)
@@ -91,7 +90,7 @@ def open_job(context: Context, request: Request) -> Job:
         voice = cast("Comm", LedComm(comm, replica.world)) if replica else comm
         job = Job(
             context, request, spec, device, voice, session, strategy, update, loader, fingerprint, guard, prepared,
-            faults,
+            foresight, faults,
         )  # fmt: skip
         if replica is not None:
             job.spread, job.model = replica.spread, replica.model
@@ -111,6 +110,12 @@ def open_job(context: Context, request: Request) -> Job:
         job.emit(replica.told)
     _check_store(job, home)
     return job
+
+
+def _bring(request: Request, seed: int, device: torch.device) -> str:
+    """A model that is not cut, to where it computes. Returns what was fused on the way."""
+    give_values(request, seed)
+    return numerics.move(request.model, request.optimizer, device)
 
 
 def _check_store(job: Job, home: Home) -> None:

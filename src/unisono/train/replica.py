@@ -64,7 +64,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
             cause="python train.py is one process",
             do=f"unisono run {context.spec.script or 'train.py'} --mesh {mesh.inner}",
         )
-    _refuse(context.spec, request, spec)
+    refuse_mesh(context.spec, request, spec)
     context.activity.ranks = mesh.ranks
     # Late: they load much of torch.distributed. The nursery of a run with a mesh has loaded it already.
     from torch.distributed.device_mesh import init_device_mesh
@@ -122,7 +122,8 @@ def what_is_asked(spec: RunSpec, script: Parallel) -> Parallel:
     return replace(script, **{name: value for name, value in said.items() if value is not None})
 
 
-def _refuse(spec: RunSpec, request: Request, job: JobSpec) -> None:
+def refuse_mesh(spec: RunSpec, request: Request, job: JobSpec) -> None:
+    """What does not go together with ranks that share a model. Raises SetupError."""
     mesh = spec.replica
     refusals = {
         "a loop of one's own": not request.has_end,

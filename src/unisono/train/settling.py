@@ -7,57 +7,96 @@ is made of out-of-memory errors and of operations without a fixed order. Called 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.core import process
+from unisono.core.cgroup import machine_bytes
 from unisono.core.errors import SetupError
-from unisono.core.spec import JobSpec, RunSpec
+from unisono.core.mesh import Mesh
+from unisono.core.spec import JobSpec
+from unisono.parallel.optimizer_trials import keeps_state
 from unisono.train.blocks import repeated_blocks
 from unisono.train.computing import choose, refuse
+from unisono.train.context import Context
 from unisono.train.job import Job, Request
-from unisono.train.memory import Activations, Setting, choose_recompute, estimate, explain, state_bytes
+from unisono.train.memory import Activations, Setting, choose_recompute, estimate, rows_of, share_of_machine
 from unisono.train.metering import NO_METER, Meter, NoMeter, tokens_in, usage_of
+from unisono.train.needs import needs_of
 from unisono.train.precision import refuse_fp8
 from unisono.train.preparing import Prepared
+from unisono.train.remedies import explain
+from unisono.train.replica import refuse_mesh, what_is_asked
 
 _UNORDERED = " does not have a deterministic implementation"  # in torch's words
+Foresight = Callable[[], Setting]  # of a model as it is before it is cut
 
 
-def settle_computing(run: RunSpec, request: Request, spec: JobSpec, device: torch.device) -> tuple[JobSpec, Prepared]:
-    """How the model is to be computed; nothing is changed yet."""
+def settle_computing(
+    context: Context, request: Request, spec: JobSpec, device: torch.device
+) -> tuple[JobSpec, Prepared, Foresight]:
+    """How the model is to be computed, and what its memory will depend on; nothing is changed yet."""
+    run = context.spec
     computing = choose(run, request.computing)
     strategy = "local" if request.local else run.strategy or "allreduce"
     refuse(computing, request.exact, request.batch_norm, strategy, own_loop=not request.has_end)
     if computing.precision == "fp8":
         refuse_fp8(device)
     if computing.recompute == "auto":
-        activations = _activations(request, spec.microbatches, computing.precision)
-        if activations is None:
+        setting = _setting(context, request, spec.model_copy(update=vars(computing)), device)
+        if setting.estimated is None:
             raise SetupError(
                 "recompute auto cannot take effect",
                 cause="activations are estimated for repeated blocks of linear layers, from the dataset's first sample",
                 do="name it: recompute full or selective",
             )
-        state = state_bytes(spec.parameters, request.optimizer)
-        computing = replace(computing, recompute=choose_recompute(state, activations, _capacity(device)))
+        computing = replace(computing, recompute=choose_recompute(setting, _capacity(context, device)))
+    spec = spec.model_copy(update=vars(computing))
     blocks = [block for _, block in repeated_blocks(request.model)]
-    return spec.model_copy(update=vars(computing)), Prepared(computing, device, blocks)
+    return spec, Prepared(computing, device, blocks), _foresight(context, request, spec, device)
 
 
-def _activations(request: Request, microbatches: int, precision: str) -> Activations | None:
-    """Of one microbatch; None where it cannot be estimated."""
+def _foresight(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Foresight:
+    """Of a model that will be cut it is found out now, of any other when somebody asks: few ever do."""
+
+    def look() -> Setting:
+        setting = _setting(context, request, spec, device)
+        return replace(setting, larger=_larger_meshes(context, request, spec), devices=torch.cuda.device_count())
+
+    if device.type == "cpu" or context.spec.replica.ranks == 1:
+        return look
+    known = look()
+    return lambda: known
+
+
+def _setting(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Setting:
+    return Setting(
+        needs=replace(needs_of(context.spec, request), microbatches=spec.microbatches),
+        recompute=spec.recompute,
+        precision=spec.precision,
+        estimated=_activations(request, spec, context.spec.replica),
+        mesh=context.spec.replica,
+        workers=context.spec.workers,
+        host_is_apart=device.type != "cpu",
+    )
+
+
+def _activations(request: Request, spec: JobSpec, mesh: Mesh) -> Activations | None:
+    """Of one microbatch on one rank; None where it cannot be estimated."""
     if not request.data.is_map_style:
         return None
-    samples = -(-request.batch_size // microbatches)
-    rows = samples * (tokens_in(_stacked(request.data.dataset[0])) or 1)
-    found = estimate(request.model, rows, 4 if precision == "fp32" else 2)
+    try:
+        sample = request.data.dataset[0]
+    except Exception:  # of any kind: the dataset is the user's, and will be read with more care
+        return None
+    rows = rows_of(request.batch_size, spec.microbatches, tokens_in(_stacked(sample)), mesh)
+    found = estimate(request.model, rows, 4 if spec.precision == "fp32" else 2, mesh)
     return found if found.none else None
 
 
@@ -70,10 +109,29 @@ def _stacked(sample: Any) -> Any:
     return [_stacked(value) for value in sample] if isinstance(sample, list | tuple) else sample
 
 
-def _capacity(device: torch.device) -> int:
+def _larger_meshes(context: Context, request: Request, spec: JobSpec) -> tuple[Mesh, ...]:
+    """Those into which this training could be cut instead, in one dimension more or finer."""
+    # Late: it loads much of torch.distributed.
+    from unisono.train.cutting import decide
+
+    mesh, samples = context.spec.replica, spec.batch_size // spec.microbatches
+    asked = what_is_asked(context.spec, request.parallel)
+    found = []
+    for name, factor in (("fsdp", 2), ("fsdp", 4), ("fsdp", 8), ("tp", 2), ("pp", 2)):
+        larger = replace(mesh, **{name: factor * getattr(mesh, name)})
+        with suppress(Exception):  # refused, for one of many reasons
+            keeps_state(request.optimizer)
+            refuse_mesh(context.spec.model_copy(update={"mesh": larger.inner}), request, spec)
+            decide(request.model, larger, asked, samples, None)
+            found.append(larger)
+    return tuple(found)
+
+
+def _capacity(context: Context, device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    workers = context.place.local if context.place else 1
+    return share_of_machine(machine_bytes(), workers, context.spec.replica)
 
 
 def meter_for(job: Job) -> Meter | NoMeter:
@@ -82,7 +140,12 @@ def meter_for(job: Job) -> Meter | NoMeter:
     torch.cuda.reset_peak_memory_stats(job.device)
     usage = partial(usage_of, job.request.model, job.request.optimizer, job.device)
     card = torch.cuda.get_device_name(job.device)
-    return Meter(card, job.spec.precision, lambda: job.comm.size, usage)
+    return Meter(card, job.spec.precision, partial(ranks_of, job), usage)
+
+
+def ranks_of(job: Job) -> int:
+    """Of all replicas together, each on a device of its own."""
+    return job.comm.size * job.context.spec.replica.ranks
 
 
 def is_unordered(error: BaseException) -> bool:
@@ -91,16 +154,17 @@ def is_unordered(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(job: Job) -> Iterator[None]:
-    """Around a training."""
+def explained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, foresight: Foresight
+) -> Iterator[None]:
+    """Around a training, and around what brings it onto the device."""
+    if device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.reset_peak_memory_stats(device)  # the script may have held more before
     try:
         yield
     except torch.OutOfMemoryError as error:
-        spec = job.spec
-        estimated = _activations(job.request, spec.microbatches, spec.precision)
-        setting = Setting(spec.microbatches, spec.batch_size, spec.recompute, spec.precision, estimated)
         asked = str(error).split(". GPU", 1)[0]
-        raise explain(usage_of(job.request.model, job.request.optimizer, job.device), setting, asked) from error
+        raise explain(usage_of(model, optimizer, device), foresight(), asked) from error
     except RuntimeError as error:
         if not is_unordered(error):
             raise

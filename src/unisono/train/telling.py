@@ -12,6 +12,7 @@ from dataclasses import asdict
 
 import torch
 
+from unisono.comm.inner import ALONE, Inner
 from unisono.comm.seam import Comm
 from unisono.core import events
 from unisono.data.loading import Loader
@@ -36,6 +37,10 @@ class Teller:
     owed: Callable[[], Sequence[events.Event]] | None
 
     spread: Spread | None
+
+    @property
+    def inner(self) -> Inner:
+        return self.spread.inner if self.spread else ALONE
 
     @property
     def is_first(self) -> bool:
@@ -74,7 +79,8 @@ class Teller:
             self.tell_taken(self.loader.taken())
 
     def tell_speed(self) -> None:
-        for event in self.meter.observe(self.state.step, self.state.samples):
+        """After a step, on all ranks of a replica at once: the memory that is told is the fullest rank's."""
+        for event in self.meter.observe(self.state.step, self.state.samples, self.inner):
             self.emit(event)
 
     def tell_taken(self, taken: Taken) -> None:

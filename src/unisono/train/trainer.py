@@ -185,7 +185,7 @@ class Trainer:
                     job.strategy.skips = self.on_nonfinite == "skip"
                     follows = self.schedule if self.schedule_every == "step" else None
                     job.strategy.settings_ahead = partial(settings_ahead, follows, self.optimizer)
-                with explained(job):
+                with explained(job.request.model, self.optimizer, job.device, job.foresight):
                     train(job, plan)
                 result = finish(job, time.perf_counter() - started)
             finally:
