@@ -79,8 +79,7 @@ def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...
     assert list(weights[0]) == list(weights[1])
     for name, value in weights[0].items():
         assert value == pytest.approx(weights[1][name], rel=1e-6, abs=1e-8), name
-    if parse_mesh(mesh).fsdp == 1:
-        assert_the_pipeline_was_told(cut, mesh)
+    assert_the_pipeline_was_told(cut, mesh)
 
 
 def assert_the_pipeline_was_told(finished: Finished, mesh: str) -> None:
@@ -139,7 +138,7 @@ def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path
         ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_what_cannot_be_is_said_before_the_first_step(
     mesh: str, arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     finished = train(tmp_path, mesh, *arguments, expect=11)

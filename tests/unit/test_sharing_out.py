@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from unisono.core.errors import SetupError
+from unisono.core.mesh import Mesh
 from unisono.parallel.grouped import narrowed, samples_in
 from unisono.parallel.units import units
+from unisono.train.cutting import decide
 from unisono.train.notes import Notes, of_replica
+from unisono.train.options import Parallel
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -55,3 +58,15 @@ def test_a_replica_speaks_with_its_first_ranks_voice() -> None:
     swapped = Notes(*of_replica([first._replace(checksum=12.0), other._replace(checksum=11.0)]))
     assert swapped.checksum != said.checksum
     assert Notes(*of_replica([first._replace(checksum=0.0), other._replace(checksum=0.0)])).checksum == 0.0
+
+
+@pytest.mark.parametrize(("fsdp", "chunks"), [(1, 4), (2, 2)])
+def test_chunks_are_cut_of_what_one_fsdp_rank_has_of_a_microbatch(fsdp: int, chunks: int) -> None:
+    model, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Mesh(fsdp=fsdp, pp=2)
+    stages = decide(model, mesh, Parallel(), 4, None).stages
+    assert stages is not None
+    assert stages.plan.chunks == chunks
+    if fsdp > 1:
+        with pytest.raises(SetupError, match="2 samples cannot be cut into 4") as caught:
+            decide(model, mesh, Parallel(chunks=4), 4, None)
+        assert caught.value.cause == "fsdp=2 ranks share a microbatch of 4 samples, 2 for each pipeline"

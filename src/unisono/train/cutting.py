@@ -175,11 +175,17 @@ def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example:
 
 def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Stages:
     given = asked.boundaries or None
-    plan = plan_of(asked.schedule, mesh.pp, asked.chunks, None, given, samples)
+    mine = samples // mesh.fsdp  # of the ranks that share a microbatch each sends its own samples through its stages
+    try:
+        plan = plan_of(asked.schedule, mesh.pp, asked.chunks, None, given, mine)
+    except SetupError as error:
+        if mesh.fsdp > 1:
+            error.cause = f"fsdp={mesh.fsdp} ranks share a microbatch of {samples} samples, {mine} for each pipeline"
+        raise
     if asked.loss:
         raise SetupError("loss parallelism and pp do not go together yet", do="leave out Parallel(loss=True)")
     if given is not None and not is_sequence(model) and example is not None:
-        return Stages(plan, given, example.expand(samples, *example.shape[1:]).contiguous())
+        return Stages(plan, given, example.expand(mine, *example.shape[1:]).contiguous())
     layers = layers_of(model)
     split = split_layers(layers, given, mesh.pp, plan.virtual, _costs(layers, example))
     return Stages(plan, split.boundaries)
