@@ -232,7 +232,7 @@ class Pipeline:
         return tuple(told) if several else told[0]
 
 
-# --- decisions before anything starts
+# --- decisions before the first step
 
 
 def plan_of(

@@ -110,7 +110,7 @@ def takes(schedule: str, ranks: int, chunks: int) -> bool:
 
 
 def check_chunks(schedule: str, ranks: int, chunks: int, samples: int) -> None:
-    """Refuse, before anything starts, a number of chunks that full microbatches cannot have."""
+    """Refuse, before the first step, a number of chunks that full microbatches cannot have."""
     possible = [n for n in range(1, samples + 1) if samples % n == 0 and takes(schedule, ranks, n)]
     cure = f"chunks that fit: {', '.join(map(str, possible))}" if possible else "a larger microbatch"
     if chunks < 1 or samples % chunks:

@@ -2,7 +2,7 @@
 """Tensor parallelism, decided: which module is cut how, over how many ranks, and why the others stay whole.
 
 Pure: a function of the model (which may be on the meta device) and a number. No process group is needed, so that what
-does not divide is said before anything starts. `tensor.py` does what a plan says.
+does not divide is said before the first step. `tensor.py` does what a plan says.
 """
 
 from __future__ import annotations
