@@ -2,6 +2,7 @@
 """Unisono against DistributedDataParallel: steps per second and peak memory on the same work, in one run.
 
 python bench/ddp.py            # about a quarter of an hour on two cores; --quick only shows that it works
+python bench/ddp.py --workloads resnet    # ResNet-18 with batch norm, which is not among the usual ones
 
 For each workload and number of workers: DDP, Unisono exact and Unisono exact=False take turns, several rounds, so
 that a slow minute of the machine hits all three. The median is over the steps of all rounds. Goal: exact >= 0.95 DDP.
@@ -36,9 +37,10 @@ from measure import (
 )
 
 GOAL = 0.95  # of DDP's steps per second
-STEPS = {"cnn": (60, 10), "decoder": (12, 3)}  # measured, warm-up
+STEPS = {"cnn": (60, 10), "decoder": (12, 3), "resnet": (12, 3)}  # measured, warm-up
+USUAL = ("cnn", "decoder")  # unless others are asked for
 QUICK_STEPS = (3, 1)
-BATCH = {"cnn": "128 images", "decoder": "16 × 64 tokens"}
+BATCH = {"cnn": "128 images", "decoder": "16 × 64 tokens", "resnet": "32 images"}
 SYSTEMS = ("ddp", "exact", "not_exact")
 
 
@@ -214,8 +216,8 @@ def report(where: dict[str, Any], entries: Sequence[dict[str, Any]], options: ar
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=None, help="default 3")
-    parser.add_argument("--steps", type=int, help="measured steps of a run (default: 60 cnn, 12 decoder)")
-    parser.add_argument("--workloads", nargs="+", choices=STEPS, default=list(STEPS))
+    parser.add_argument("--steps", type=int, help="measured steps of a run (default: 60 cnn, 12 decoder and resnet)")
+    parser.add_argument("--workloads", nargs="+", choices=STEPS, default=list(USUAL))
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--bucket-view", action="store_true", help="give DDP gradient_as_bucket_view=True")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="hard limit of one run")

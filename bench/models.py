@@ -7,14 +7,20 @@ seeds, alike in every process, and nothing is downloaded. Imported by the two wo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+from reference_models.resnet import ResNet
 
 LEARNING_RATE = 1e-3
 DATA_SEED = 20260101
@@ -99,6 +105,18 @@ def images(samples: int) -> TensorDataset:
     return TensorDataset(torch.from_numpy(pixels), torch.from_numpy(rng.integers(0, 10, samples)))
 
 
+def photographs(samples: int) -> TensorDataset:
+    """Noise in the shape of CIFAR-10 with random labels."""
+    rng = np.random.default_rng(DATA_SEED)
+    pixels = rng.standard_normal((samples, 3, 32, 32), dtype=np.float32)
+    return TensorDataset(torch.from_numpy(pixels), torch.from_numpy(rng.integers(0, 10, samples)))
+
+
+def resnet() -> nn.Module:
+    """18 layers, 11.2 million parameters, batch norm; each side takes the statistics of what a worker sees."""
+    return ResNet(18, classes=10, small_images=True)
+
+
 def sequences(samples: int) -> TensorDataset:
     """Random bytes and, as targets, the same bytes one place on."""
     rng = np.random.default_rng(DATA_SEED)
@@ -136,5 +154,6 @@ class Workload:
 WORKLOADS = {
     "cnn": Workload(DigitNet, functional.cross_entropy, images, 128),
     "decoder": Workload(Decoder, token_loss, sequences, 16),
+    "resnet": Workload(resnet, functional.cross_entropy, photographs, 32),
     "tiny": Workload(tiny, functional.cross_entropy, points, 16),
 }

@@ -1,1 +1,1 @@
-"""Reference models, used by the examples and the benchmarks: a decoder (GPT-2 and Llama shapes) and a ResNet."""
+"""Reference models: a decoder (GPT-2 and Llama shapes), for examples and benchmarks, and a ResNet, for benchmarks."""
