@@ -18,7 +18,7 @@ from unisono.core.mesh import Mesh
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import JobSpec, build_run_spec
 from unisono.parallel.local import LocalSteps
-from unisono.train import settling
+from unisono.train import opening, settling
 from unisono.train.computing import Computing
 from unisono.train.context import Context, Place
 from unisono.train.job import Request
@@ -38,8 +38,8 @@ def request_of(model: nn.Module, recompute: str = "none", **more: Any) -> Reques
     return Request(model, optimizer, data, 64, **asked)
 
 
-def context_of(tmp_path: Path, local: int = 1, **asked: Any) -> Context:
-    place = Place(tmp_path, "host", local=local)
+def context_of(tmp_path: Path, local: int = 1, under_way: bool = False, **asked: Any) -> Context:
+    place = Place(tmp_path, "host", local=local, under_way=under_way)
     return Context(build_run_spec(asked, "test"), RunDir(tmp_path), 0, lambda _: None, place=place)
 
 
@@ -124,3 +124,19 @@ def test_an_allocation_that_fails_becomes_an_error_with_remedies(
     with pytest.raises(DeviceMemory, match="--precision bf16") as caught, explained(model, optimizer, GPU, foresight):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity")
     assert caught.value.where == "CUDA out of memory. Tried to allocate 3.07 GiB"
+
+
+class TooLarge(Model):
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.07 GiB. GPU 0 has a total capacity")
+
+
+@pytest.mark.parametrize(("under_way", "error"), [(False, DeviceMemory), (True, torch.OutOfMemoryError)])
+def test_a_model_that_does_not_come_onto_the_device_is_explained_but_to_a_worker_in_anothers_place(
+    under_way: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, context = request_of(TooLarge()), context_of(tmp_path, under_way=under_way)
+    _, _, foresight = settle_computing(context, request, job_spec(), GPU)
+    monkeypatch.setattr(settling, "usage_of", lambda *_: Usage(60, 0, 0, 0, 0, 80))
+    with pytest.raises(error):
+        opening._bring(context, request, job_spec(), CPU, foresight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -45,9 +46,9 @@ from unisono.train.loss_scale import LossScale
 from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
-from unisono.train.replica import give_values, open_replica
+from unisono.train.replica import Replica, give_values, open_replica
 from unisono.train.resuming import Home, open_home
-from unisono.train.settling import explained, meter_for, settle_computing
+from unisono.train.settling import Foresight, explained, meter_for, settle_computing
 from unisono.train.strategies import open_strategy, settle_local_steps
 
 
@@ -61,9 +62,7 @@ def open_job(context: Context, request: Request) -> Job:
     spec, prepared, foresight = settle_computing(context, request, resolved, device)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact, strict=device.type == "cuda")
-    with explained(request.model, request.optimizer, device, foresight):
-        replica = open_replica(context, request, spec, device)
-        fused = _bring(request, spec.seed, device) if replica is None else numerics.fuse(request.optimizer, device)
+    replica, fused = _bring(context, request, spec, device, foresight)
     trained = replica.model if replica else request.model
     if replica is not None:
         request = replace(request, model=replica.group.shards.shadow)
@@ -112,10 +111,18 @@ def open_job(context: Context, request: Request) -> Job:
     return job
 
 
-def _bring(request: Request, seed: int, device: torch.device) -> str:
-    """A model that is not cut, to where it computes. Returns what was fused on the way."""
-    give_values(request, seed)
-    return numerics.move(request.model, request.optimizer, device)
+def _bring(
+    context: Context, request: Request, spec: JobSpec, device: torch.device, foresight: Foresight
+) -> tuple[Replica | None, str]:
+    """The model to where it computes, cut if it is to be. Also returns what was fused on the way."""
+    # Whoever takes a dead one's place may find its memory still taken: an accident, which is survived like its death.
+    joins = context.place is not None and context.place.under_way
+    with nullcontext() if joins else explained(request.model, request.optimizer, device, foresight):
+        replica = open_replica(context, request, spec, device)
+        if replica is not None:
+            return replica, numerics.fuse(request.optimizer, device)
+        give_values(request, spec.seed)
+        return None, numerics.move(request.model, request.optimizer, device)
 
 
 def _check_store(job: Job, home: Home) -> None:
