@@ -11,7 +11,7 @@ from unisono.comm.tree import landings
 from unisono.core.errors import SetupError
 from unisono.core.membership import even
 from unisono.core.mesh import Mesh
-from unisono.core.mesh_choice import Devices, Needs, bytes_of, candidates, choose, devices_of, gradient_copies
+from unisono.core.mesh_choice import Devices, Needs, bytes_of, candidates, choose, devices_of, gradient_copies, held
 from unisono.core.spec import Workers, build_run_spec
 
 GB = 10**9
@@ -122,6 +122,23 @@ def test_more_ranks_never_need_more_each() -> None:
     for tp in (1, 2):
         needed = [bytes_of(LAYERLESS, Mesh(fsdp=fsdp, tp=tp), 1) for fsdp in (2, 4, 8, 16)]
         assert needed == sorted(needed, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "gigabytes"),
+    [
+        (Mesh(), 3, (16, 0)),
+        (Mesh(fsdp=2), 3, (8, 0.4)),  # four times a block
+        (Mesh(fsdp=2), 2, (8, 4.3)),
+        (Mesh(fsdp=2, tp=2), 2, (4, 2.15)),
+        (Mesh(fsdp=2, pp=2), 2, (4, 2.3)),  # a stage's weights, and its blocks as large as ever
+        (Mesh(pp=4), 3, (4, 0)),
+    ],
+)
+def test_a_rank_holds_its_part_and_what_is_whole_for_a_moment(
+    mesh: Mesh, zero: int, gigabytes: tuple[float, float]
+) -> None:
+    assert held(replace(BILLION, zero=zero), mesh, 1) == pytest.approx([GB * size for size in gigabytes])
 
 
 @pytest.mark.parametrize("microbatches", range(1, 17))
