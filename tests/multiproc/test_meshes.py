@@ -62,10 +62,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("dp=2,fsdp=2", ()),
         ("dp=2,tp=2", ()),
         ("dp=2,pp=2", ()),
-        ("fsdp=2,tp=2", ("tied",)),
+        ("fsdp=2,tp=2", ("tied", "meta")),
         ("fsdp=2,pp=2", ("tied",)),
         ("dp=2,fsdp=2,tp=2", ("unit='layer'",)),
-        ("dp=2,pp=2,tp=2", ("tied",)),
+        ("dp=2,pp=2,tp=2", ("tied", "meta")),
     ],
     ids=str,
 )
@@ -136,6 +136,7 @@ def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path
         ("pp=2", ("schedule='fastest'",), ("fastest",)),
         ("fsdp=2", ("unit='matrix'",), ("'matrix'", "block, layer")),
         ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
+        ("pp=2,tp=2", ("untold", "boundaries=('blocks.2',)"), ("traced", "pipeline_layers()")),
     ],
 )
 def test_what_cannot_be_is_said_before_the_first_step(

@@ -58,6 +58,18 @@ def test_the_order_in_which_parts_are_made_does_not_matter() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
+def test_what_is_tied_has_the_values_of_the_first_module_wherever_it_is_made() -> None:
+    """A stage of a pipeline may have the output layer and not the embedding."""
+    whole, alone, backwards = make(unmade()), unmade(), unmade()
+    make(alone, alone.head)
+    assert torch.equal(alone.head.weight, whole.embed.weight)
+    assert alone.embed.weight.is_meta
+    make(backwards, backwards.head, backwards)
+    assert torch.equal(backwards.embed.weight, whole.embed.weight)
+    assert backwards.head.weight is backwards.embed.weight
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), backwards.parameters(), strict=True))
+
+
 def test_a_parameter_that_nothing_fills_is_named() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Bare())

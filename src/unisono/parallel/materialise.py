@@ -32,12 +32,16 @@ class Maker:
         self._tied = _in_several_places(model)
         self._made: dict[int, nn.Parameter] = {}  # those, by what stood in their place; the others are given away
 
-    @torch.no_grad()
     def make(self, part: nn.Module) -> None:
         """Everything in `part` that has no values yet."""
         for module in part.modules():
-            if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
-                self._make(module)
+            self.make_own(module)
+
+    @torch.no_grad()
+    def make_own(self, module: nn.Module) -> None:
+        """The same, without the modules below."""
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values())):
+            self._make(module)
 
     def _make(self, module: nn.Module) -> None:
         name = self._names[id(module)]
@@ -45,7 +49,7 @@ class Maker:
         for key, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
-            made = self._made.get(id(parameter))
+            made = self._of_first(parameter, module)
             if made is not None:
                 known[key] = made.detach().clone()
             else:
@@ -66,6 +70,19 @@ class Maker:
             made.copy_(value)
         self._check(module, name)
 
+    def _of_first(self, parameter: nn.Parameter, module: nn.Module) -> nn.Parameter | None:
+        """A tied parameter's values are those of the first module that has it, which may be another stage's."""
+        first, key = self._tied.get(id(parameter), (module, ""))
+        if id(parameter) not in self._made and first is not module:
+            before = dict(first._parameters), dict(first._buffers)
+            self._make(first)
+            made = first._parameters[key]
+            assert made is not None
+            self._made[id(parameter)] = made
+            first._parameters.update(before[0])
+            first._buffers.update(before[1])
+        return self._made.get(id(parameter))
+
     def _check(self, module: nn.Module, name: str) -> None:
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -77,9 +94,15 @@ class Maker:
                 )
 
 
-def _in_several_places(model: nn.Module) -> set[int]:
+def _in_several_places(model: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """By the parameter's id: the first module that has it, and its name there."""
     found = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    return {parameter for parameter, places in found.items() if places > 1}
+    first: dict[int, tuple[nn.Module, str]] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if found[id(parameter)] > 1:
+                first.setdefault(id(parameter), (module, key))
+    return first
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -2,11 +2,15 @@
 """Does what a plan of tensor parallelism says: cuts a model in place over one dimension of a device mesh.
 
 Afterwards every parameter is a DTensor on that mesh (cut, or replicated), gradients come out as the parameters are
-cut, and the model takes and gives plain whole tensors as before. Every rank must call it with equal values in its
-model; nothing is sent. FSDP2's `fully_shard` may follow. Knows nothing of runs, workers and steps.
+cut, and the model takes and gives plain whole tensors as before. Parameters are cut on the host, one module after the
+other, and only parts go to the device. Every rank must call it with equal values in its model; nothing is sent. FSDP2's
+`fully_shard` may follow. Knows nothing of runs, workers and steps.
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,47 +24,92 @@ from unisono.parallel.tensor_exchange import Team
 from unisono.parallel.tensor_multihead import multihead
 from unisono.parallel.tensor_names import join
 from unisono.parallel.tensor_parts import my_part
-from unisono.parallel.tensor_plan import TensorPlan
+from unisono.parallel.tensor_plan import Cut, TensorPlan
 from unisono.parallel.tensor_region import Scopes
 
 
-def apply(model: nn.Module, plan: TensorPlan, mesh_tp: DeviceMesh, sequence: bool = False, loss: bool = False) -> None:
-    """`sequence`: activations between blocks are cut by sequence. `loss`: the output layer gives a DTensor that stays
+def apply(
+    model: nn.Module,
+    plan: TensorPlan,
+    mesh_tp: DeviceMesh,
+    sequence: bool = False,
+    loss: bool = False,
+    device: torch.device | None = None,
+    make: Callable[[nn.Module], None] = lambda _: None,
+) -> Callable[[nn.Module], None]:
+    """From here on modules compute with their parts. What is returned cuts the parameters of the model, or of one piece
+    after the other; `make` may give a module its own values just before that.
+
+    `sequence`: activations between blocks are cut by sequence. `loss`: the output layer gives a DTensor that stays
     cut over the vocabulary; compute the loss and its backward pass inside torch's `loss_parallel()`.
     """
     plan.require(sequence, loss)
     if mesh_tp.ndim != 1 or mesh_tp.size() != plan.ways:
         raise SetupError(f"the plan is for {plan.ways} ranks, and the mesh has {tuple(mesh_tp.shape)}")
     team = Team(mesh_tp.get_group(), mesh_tp.get_local_rank(), plan.ways)
-    _distribute(model, plan, mesh_tp, team)
+    cutter = Cutter(model, plan, mesh_tp, team, device, make)
     _run_parts(model, plan, team, mesh_tp if loss else None, sequence)
     for name, value in plan.numbers.items():
         holder, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(holder), attribute, value)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
         torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
+    return cutter.cut
 
 
-def _distribute(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh, team: Team) -> None:
-    """Every parameter becomes a DTensor; those that were shared stay shared."""
-    made: dict[int, nn.Parameter] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                made[id(parameter)] = _cut(parameter, plan, join(prefix, name), mesh, team)
-            module._parameters[name] = made[id(parameter)]
+class Cutter:
+    """Every parameter becomes a DTensor; those that were shared stay shared. Nothing else is kept of any of them, so
+    that what is whole, or is cut again by FSDP2, is gone before the next module's turn."""
 
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: TensorPlan,
+        mesh: DeviceMesh,
+        team: Team,
+        device: torch.device | None,
+        make: Callable[[nn.Module], None],
+    ) -> None:
+        self._plan, self._mesh, self._team, self._device, self._make = plan, mesh, team, device, make
+        self._names = {id(module): name for name, module in model.named_modules()}
+        known: dict[int, str] = {}
+        named = model.named_parameters(remove_duplicate=False)
+        self._first = {name: known.setdefault(id(parameter), name) for name, parameter in named}
+        places = Counter(self._first.values())
+        self._shared = {first for first, count in places.items() if count > 1}
+        self._made: dict[str, nn.Parameter] = {}  # of the shared ones, by their first names
 
-def _cut(parameter: nn.Parameter, plan: TensorPlan, name: str, mesh: DeviceMesh, team: Team) -> nn.Parameter:
-    cut = plan.cuts.get(name)
-    placement: Placement = Replicate() if cut is None else Shard(cut.dim)
-    mine: Tensor = parameter.detach() if cut is None else my_part(parameter.detach(), cut, team.rank, team.ways)
-    spread = DTensor.from_local(
-        mine, mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
-    return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+    def cut(self, part: nn.Module) -> None:
+        """What is a DTensor already stays as it is."""
+        for module in part.modules():
+            self._make(module)
+            for key, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    module._parameters[key] = self._placed(parameter, self._name(module, key))
+
+    def _name(self, module: nn.Module, key: str) -> str | None:
+        """None: a holder of what hung loose in the model, of which the plan cuts nothing."""
+        prefix = self._names.get(id(module))
+        return None if prefix is None else join(prefix, key)
+
+    def _placed(self, parameter: nn.Parameter, name: str | None) -> nn.Parameter:
+        first = self._first.get(name or "", "")
+        if first in self._made:
+            return self._made[first]
+        made = self._cut(parameter, self._plan.cuts.get(name or ""))
+        if first in self._shared:
+            self._made[first] = made
+        return made
+
+    def _cut(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
+        placement: Placement = Replicate() if cut is None else Shard(cut.dim)
+        whole, team = parameter.detach(), self._team
+        mine: Tensor = whole if cut is None else my_part(whole, cut, team.rank, team.ways)
+        spread = DTensor.from_local(
+            mine.to(self._device), self._mesh, [placement], run_check=False,
+            shape=parameter.shape, stride=parameter.stride(),
+        )  # fmt: skip
+        return nn.Parameter(spread, requires_grad=parameter.requires_grad)
 
 
 def _run_parts(model: nn.Module, plan: TensorPlan, team: Team, keep: DeviceMesh | None, sequence: bool) -> None:

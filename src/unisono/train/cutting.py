@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from unisono.core.errors import SetupError, UnisonoError
 from unisono.core.mesh import Mesh
 from unisono.parallel import tensor
+from unisono.parallel.materialise import Maker
 from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
 from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
-from unisono.parallel.pipeline_layers import Layer, is_sequence, layers_of
+from unisono.parallel.pipeline_layers import METHOD, Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
 from unisono.parallel.sharded import give_back, shard
 from unisono.parallel.shards import NO_CUTS, Shards
@@ -33,7 +35,7 @@ from unisono.parallel.tensor_plan import TensorPlan, plan_for
 from unisono.parallel.units import UNITS
 from unisono.train.options import Parallel
 
-Make = Callable[[nn.Module], None]  # gives a part of a model that is on the meta device its values
+Make = Callable[[nn.Module], None]  # gives a part of a model its values, and with tp cuts them
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
@@ -94,18 +96,19 @@ class Cutting:
         return self.tensors.describe().splitlines() if self.tensors is not None else []
 
     def carry_out(
-        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, make: Make, loss: Loss | None, around: Scope
+        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, maker: Maker, loss: Loss | None, around: Scope
     ) -> Cut:
-        """`around` each forward pass that a pipeline makes by itself: autocast, say."""
+        """`maker`: of a model on the meta device. `around` each forward pass that a pipeline makes by itself: autocast,
+        say. The device never sees more than this rank's part, and with fsdp one unit of it."""
         cuts, ways = NO_CUTS, 1
         scope: Scope = contextlib.nullcontext
         norms = None
         if self.mesh.fsdp > 1 and self.stages is None and has_batch_norm(model):
             norms = SharedNorms(model, meshes["fsdp"].get_group())
+        make: Make = maker.make
         if self.tensors is not None:
-            make(model)
-            model.to(device)
-            tensor.apply(model, self.tensors, meshes["tp"], self.asked.sequence, self.asked.loss)
+            asked = self.asked.sequence, self.asked.loss
+            make = tensor.apply(model, self.tensors, meshes["tp"], *asked, device, maker.make_own)
             cuts, ways = self.tensors.cuts, self.tensors.ways
             scope = loss_parallel if self.asked.loss else contextlib.nullcontext
         if self.stages is not None:
@@ -115,6 +118,9 @@ class Cutting:
         if self.mesh.fsdp > 1:
             shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
             before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
+        else:
+            make(model)
+            _move_rest(model, device)
         return Cut(model, Shards(model, cuts, ways), None, before_update, scope, norms)
 
     def _pipelined(
@@ -145,7 +151,7 @@ class Cutting:
         for stage in pipeline.stages.values() if self.mesh.fsdp > 1 else ():
             shard(stage, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
         make(pipeline.module)
-        pipeline.module.to(device)
+        _move_rest(pipeline.module, device)
         pipeline.module.follow()
         copies = {name for tie in pipeline.ties for rank, name in tie.copies[1:] if rank == pipeline.rank}
         at_update = partial(give_back, pipeline.module) if self.mesh.fsdp > 1 and self.asked.zero == 1 else _nothing
@@ -156,6 +162,16 @@ class Cutting:
 
 def _nothing() -> None:
     return None
+
+
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """What is not spread over ranks. What is, lies where it belongs: on the device, or offloaded on the host."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Cutting:
@@ -185,6 +201,12 @@ def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example
     if asked.loss:
         raise SetupError("loss parallelism and pp do not go together yet", do="leave out Parallel(loss=True)")
     if given is not None and not is_sequence(model) and example is not None:
+        if mesh.tp > 1:
+            raise SetupError(
+                f"tp and pp do not go together where {type(model).__name__} is traced for its stages",
+                cause="traced stages call operations, not the modules whose matrices are cut",
+                do=f"give it a method {METHOD}() that returns its layers as a list of (name, module), or leave out tp",
+            )
         return Stages(plan, given, example.expand(mine, *example.shape[1:]).contiguous())
     layers = layers_of(model)
     split = split_layers(layers, given, mesh.pp, plan.virtual, _costs(layers, example))

@@ -8,7 +8,6 @@ rank's part were the model. Inside of a replica torch.distributed's default worl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -79,9 +78,9 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     _check_alike(request, world)
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
-    make = _maker(request.model, torch.device("cpu"), context.seed)
+    maker = _maker(request.model, context.seed)
     cut = cutting.carry_out(
-        request.model, meshes, device, make, request.loss, partial(autocast, spec.precision, device)
+        request.model, meshes, device, maker, request.loss, partial(autocast, spec.precision, device)
     )
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
     group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms)
@@ -103,12 +102,13 @@ def give_values(request: Request, seed: int) -> None:
     """To a model that was built on the meta device, on a replica of one rank."""
     if is_unmade(request.model):
         names = {id(parameter): name for name, parameter in request.model.named_parameters()}
-        _maker(request.model, torch.device("cpu"), seed)(request.model)
+        _maker(request.model, seed).make(request.model)
         point_optimizer_at_made(request.optimizer, names, request.model)
 
 
-def _maker(model: nn.Module, device: torch.device, seed: int) -> Callable[[nn.Module], None]:
-    return Maker(model, device, lambda name: seeds.apply(seeds.derive(seed, f"initial {name}"))).make
+def _maker(model: nn.Module, seed: int) -> Maker:
+    """On the host, whatever computes afterwards: the same values everywhere."""
+    return Maker(model, torch.device("cpu"), lambda name: seeds.apply(seeds.derive(seed, f"initial {name}")))
 
 
 def what_is_asked(spec: RunSpec, script: Parallel) -> Parallel:
