@@ -38,7 +38,7 @@ def compiled(name: str, how: str) -> dict[str, Any]:
     if how == "fsdp":
         shard(model, mesh)
     else:
-        apply(model, plan_for(model, 2), mesh, sequence=how == "tp, sequences cut")(model)
+        apply(model, plan_for(model, 2), mesh, sequence=how == "tp, sequences cut").cut(model)
     usual = gradients(model)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

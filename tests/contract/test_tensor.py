@@ -56,7 +56,7 @@ def full(model: nn.Module, plan: TensorPlan, gradients: bool) -> dict[str, torch
 def cut_and_train(name: str, ways: int, sequence: bool, loss: bool) -> dict[str, Any]:
     model = build(name)
     plan = plan_for(model, ways)
-    apply(model, plan, init_device_mesh("cpu", (ways,), mesh_dim_names=("tp",))["tp"], sequence, loss)(model)
+    apply(model, plan, init_device_mesh("cpu", (ways,), mesh_dim_names=("tp",))["tp"], sequence, loss).cut(model)
     losses = train(model, loss)
     state = torch.get_rng_state()
     return {

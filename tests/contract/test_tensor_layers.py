@@ -177,7 +177,7 @@ def _whole(_: nn.Module, *__: Any) -> dict[str, Any]:
 
 def _cut(model: nn.Module, own: dict[str, str] | None = None, sequence: bool = False) -> dict[str, Any]:
     plan = plan_for(model, 2, own)
-    apply(model, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), sequence)(model)
+    apply(model, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), sequence).cut(model)
     return plan.cuts
 
 
@@ -204,7 +204,7 @@ def in_step() -> dict[str, Any]:
     torch.manual_seed(7)
     model = GPT2(dropout=0.2)
     plan = plan_for(model, 2)
-    apply(model, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), sequence=True)(model)
+    apply(model, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), sequence=True).cut(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(20):
         optimizer.zero_grad()

@@ -44,7 +44,7 @@ def cut(name: str, fsdp: int, tp: int) -> tuple[nn.Module, TensorPlan, DeviceMes
     mesh = init_device_mesh("cpu", (fsdp, tp), mesh_dim_names=("fsdp", "tp"))
     model = build(name, dropout=0.0)
     plan = plan_for(model, tp)
-    apply(model, plan, mesh["tp"])(model)
+    apply(model, plan, mesh["tp"]).cut(model)
     if fsdp > 1:
         for block in (block for stack in plan.stacks for block in stack):
             fully_shard(model.get_submodule(block), mesh=mesh["fsdp"])

@@ -55,10 +55,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("tp=2", ("sequence=True", "loss=True")),
         ("tp=4", ("tied",)),
         ("pp=2", ()),
-        ("pp=2", ("tied", "schedule='gpipe'")),
+        ("pp=2", ("tied", "meta", "schedule='gpipe'")),
         ("pp=2", ("schedule='interleaved'",)),
         ("pp=3", ("boundaries=('blocks.1', 'norm')", "chunks=4")),
         ("pp=2", ("untold", "boundaries=('blocks.2',)")),
+        ("fsdp=2", ("fused",)),
+        ("tp=2", ("fused",)),
+        ("fsdp=2,tp=2", ("fused", "as-loss")),
         ("dp=2,fsdp=2", ()),
         ("dp=2,tp=2", ()),
         ("dp=2,pp=2", ()),
@@ -70,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
     ids=str,
 )
 def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...], tmp_path: Path, alone) -> None:
-    whole = alone(*(word for word in arguments if word in ("tied", "meta")))
+    whole = alone(*(word for word in arguments if word in ("tied", "meta", "fused")))
     cut = train(tmp_path, mesh, *arguments)
     assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
     assert norms(cut) == pytest.approx(norms(whole), rel=TOLERANCE)
@@ -136,6 +139,8 @@ def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path
         ("pp=2", ("schedule='fastest'",), ("fastest",)),
         ("fsdp=2", ("unit='matrix'",), ("'matrix'", "block, layer")),
         ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
+        ("pp=2", ("fused",), ("--mesh pp=2 and objective",)),
+        ("pp=2", ("fused", "as-loss"), ("--mesh pp=2 and a loss with weights",)),
         ("pp=2,tp=2", ("untold", "boundaries=('blocks.2',)"), ("traced", "pipeline_layers()")),
     ],
 )

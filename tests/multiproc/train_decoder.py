@@ -2,7 +2,8 @@
 """A user's script for tests of meshes: a small decoder with dropout, a schedule and clipping, in float64.
 
 Arguments are Trainer options for `unisono.Parallel`, as name=value; `meta` builds the model on the meta device, `tied`
-ties the head to the embedding, `untold` leaves the cut of a pipeline to be traced, `slow` waits where a file called
+ties the head to the embedding, `untold` leaves the cut of a pipeline to be traced, `fused` computes the head together
+with the loss, in an objective or with `as-loss` in a loss of features and targets, `slow` waits where a file called
 "pace" says how long.
 """
 
@@ -69,11 +70,14 @@ class Decoder(nn.Module):
         blocks = [(f"blocks.{number}", block) for number, block in enumerate(self.blocks)]
         return [("embed", self.embed), *blocks, ("norm", self.norm), ("head", self.head)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
 
 
 def dropout() -> nn.Module:
@@ -109,10 +113,18 @@ if __name__ == "__main__":
     rest = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    fused = unisono.nn.LinearCrossEntropy(model.head)
+    if "as-loss" in sys.argv:
+        Decoder.forward = Decoder.features
+        learned = {"loss": fused}
+    elif "fused" in sys.argv:
+        learned = {"objective": lambda model, batch: fused(model.features(batch[0]), batch[1])}
+    else:
+        learned = {"loss": loss}
     unisono.Trainer(
         model,
         optimizer,
-        loss=loss,
+        **learned,
         data=data,
         eval_data=data,
         batch_size=16,

@@ -29,7 +29,7 @@ class Wide:
         return loss, gradient @ self.head, gradient.t() @ part
 
     def _gradient(self, scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if scores.is_cuda:  # the scores become the gradient
+        if scores.is_cuda and scores.dtype != torch.float64:  # the scores become the gradient
             return scores_to_gradient(scores, targets, self.ignore_index).sum(), scores
         losses, gradient = losses_and_gradient(scores, targets, self.ignore_index)
         return losses.sum(), gradient.to(scores.dtype)
@@ -61,14 +61,15 @@ class Narrow(Wide):
 
 
 def losses_and_gradient(scores: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Of one chunk, in float32: the loss of each row, and the gradient of their sum by the scores, (tokens, words)."""
-    wide = scores.float()
+    """Of one chunk, in float32 or wider: the loss of each row, and the gradient of their sum by the scores, (tokens,
+    words)."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     counts = targets != ignore_index
     chosen = torch.where(counts, targets, 0)
     total = torch.logsumexp(wide, dim=1, keepdim=True)
     losses = total[:, 0] - wide.gather(1, chosen[:, None])[:, 0]
     words = torch.arange(scores.shape[1], device=scores.device)
-    gradient = (wide - total).exp() - (words == chosen[:, None]).float()
+    gradient = (wide - total).exp() - (words == chosen[:, None]).to(wide.dtype)
     return torch.where(counts, losses, 0.0), gradient * counts[:, None]
 
 

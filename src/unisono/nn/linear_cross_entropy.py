@@ -23,7 +23,8 @@ class LinearCrossEntropy(nn.Module):
     """``LinearCrossEntropy(model.head)(features, targets)`` is ``cross_entropy(model.head(features), targets)``.
 
     `head` stays the model's; only its weights are used. `features`: (..., width), `targets`: (...) of token numbers.
-    `fp8`: its products are made in fp8, which is faster and less precise.
+    `fp8`: its products are made in fp8, which is faster and less precise. Where ranks hold a part of the weights each,
+    every rank puts them together and computes the whole loss.
     """
 
     head: nn.Linear
@@ -43,7 +44,45 @@ class LinearCrossEntropy(nn.Module):
         self.fp8 = fp8
 
     def forward(self, features: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(features, self.head.weight, targets, self.ignore_index, self.chunk_tokens, self.fp8)
+        if hasattr(self.head.weight, "full_tensor"):
+            return self._in_place_of_the_head(features, targets)
+        return self._of(features, self.head.weight, targets)
+
+    def _of(self, features: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(features, weight, targets, self.ignore_index, self.chunk_tokens, self.fp8)
+
+    def _in_place_of_the_head(self, features: Tensor, targets: Tensor) -> Tensor:
+        """As the head's own call: where FSDP2 shards it by itself, that is what puts its weights together."""
+        own = self.head.__dict__.get("forward")
+        if getattr(own, "gives_a_part", False):
+            raise ValueError(
+                "Parallel(loss=True) cannot take effect: LinearCrossEntropy puts the weights of the head together, and "
+                "computes the loss of the whole vocabulary on every rank"
+            )
+        self.head.__dict__["forward"] = lambda x: self._of(x, _whole(self.head.weight), targets)
+        try:
+            loss: Tensor = self.head(features)
+        finally:
+            del self.head.__dict__["forward"]
+            if own is not None:
+                self.head.__dict__["forward"] = own
+        return loss
+
+
+def _whole(weight: Any) -> Tensor:
+    """Of a DTensor, all; every rank then has the whole gradient, of which its own part is taken. Ranks that share out
+    the samples too have a term of it each, so they must have put the weights together before."""
+    if hasattr(weight, "full_tensor"):
+        from torch.distributed.tensor import Replicate  # it has been loaded, then
+
+        if "fsdp" in (weight.device_mesh.mesh_dim_names or ()):
+            raise ValueError(
+                "LinearCrossEntropy cannot read a head that lies inside of a block: fsdp puts its weights together"
+                " when it is called; let the head be a module of the model's own"
+            )
+        weight = weight.full_tensor(grad_placements=[Replicate()] * weight.device_mesh.ndim)
+    whole: Tensor = weight
+    return whole
 
 
 def linear_cross_entropy(
@@ -54,7 +93,12 @@ def linear_cross_entropy(
     chunk_tokens: int = 0,
     fp8: bool = False,
 ) -> Tensor:
-    """The mean over all tokens but those whose target is `ignore_index`."""
+    """The mean over all tokens but those whose target is `ignore_index`. `weight` is whole; where ranks hold a part of
+    it each, `LinearCrossEntropy` sees to that."""
+    if hasattr(weight, "full_tensor"):
+        raise ValueError(
+            "linear_cross_entropy has a part of the weights: use LinearCrossEntropy(head) with this --mesh"
+        )
     if fp8 and features.is_cuda and not has_fp8(torch.cuda.get_device_capability(features.device)):
         name = torch.cuda.get_device_name(features.device)
         raise ValueError(f"fp8=True cannot take effect on {name}: it needs a GPU of compute capability 8.9 or later")
@@ -83,7 +127,7 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         x = features.to(dtype)
         products = (Narrow if fp8 else Wide)(weight, dtype, ignore_index)
-        loss = torch.zeros((), dtype=torch.float32, device=x.device)
+        loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x.device)
         by_features = torch.empty_like(x) if needs_gradient else x.new_empty(0)
         by_weight = torch.zeros_like(weight) if needs_gradient else x.new_empty(0)
         for start in range(0, len(x), chunk):

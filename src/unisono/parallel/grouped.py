@@ -37,6 +37,13 @@ if TYPE_CHECKING:  # they load much of torch.distributed, which most trainings n
     from unisono.parallel.shared_norms import SharedNorms
 
 
+Within = Callable[..., Any]  # calls a function that computes with pieces of the model, or reads its weights
+
+
+def call(compute: Callable[..., Any], *args: Any) -> Any:
+    return compute(*args)
+
+
 @dataclass(frozen=True)
 class Group:
     """A rank's place in its replica."""
@@ -49,6 +56,7 @@ class Group:
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext  # of a microbatch's loss and its backward pass
     pipeline: Pipeline | None = None
     norms: SharedNorms | None = None
+    within: Within = call
 
     @property
     def place(self) -> dict[str, int]:

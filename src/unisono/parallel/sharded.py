@@ -8,6 +8,7 @@ ZeRO: Rajbhandari et al. 2020; FSDP: Zhao et al. 2023.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,33 @@ def shard(
                 module.set_reshard_after_backward(False)
             if mesh.device_type == "cpu":
                 _one_at_a_time(module)
+
+
+class Root(nn.Module):
+    """A model, and whoever computes with it: what is in no block is whole for as long as `forward` runs.
+
+    A call of the model goes through here by itself. A function that calls only pieces of it, or reads weights (a loss
+    that is computed together with the output layer, say), is given to this one to call.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._is_inside = False
+        inner = model.forward
+
+        @functools.wraps(inner)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs) if self._is_inside else self(inner, *args, **kwargs)
+
+        model.forward = forward
+
+    def forward(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._is_inside = True
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            self._is_inside = False
 
 
 class PartByPart(ReduceScatter):

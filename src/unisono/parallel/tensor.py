@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def apply(
     loss: bool = False,
     device: torch.device | None = None,
     make: Callable[[nn.Module], None] = lambda _: None,
-) -> Callable[[nn.Module], None]:
+) -> Cutter:
     """From here on modules compute with their parts. What is returned cuts the parameters of the model, or of one piece
     after the other; `make` may give a module its own values just before that.
 
@@ -54,7 +55,7 @@ def apply(
         setattr(model.get_submodule(holder), attribute, value)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
         torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the modules that hold them
-    return cutter.cut
+    return cutter
 
 
 class Cutter:
@@ -70,7 +71,8 @@ class Cutter:
         device: torch.device | None,
         make: Callable[[nn.Module], None],
     ) -> None:
-        self._plan, self._mesh, self._team, self._device, self._make = plan, mesh, team, device, make
+        self._model, self._plan, self._mesh, self._team = model, plan, mesh, team
+        self._device, self._make = device, make
         self._names = {id(module): name for name, module in model.named_modules()}
         known: dict[int, str] = {}
         named = model.named_parameters(remove_duplicate=False)
@@ -86,6 +88,11 @@ class Cutter:
             for key, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     module._parameters[key] = self._placed(parameter, self._name(module, key))
+
+    def within(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function that does not call the model but pieces of it, and sees what the model itself holds."""
+        seeing = layers.whole(compute, layers.carriers_of(self._model), self._team, False)
+        return seeing(*args, **kwargs)
 
     def _name(self, module: nn.Module, key: str) -> str | None:
         """None: a holder of what hung loose in the model, of which the plan cuts nothing."""
@@ -125,7 +132,7 @@ def _run_parts(model: nn.Module, plan: TensorPlan, team: Team, keep: DeviceMesh 
         read = [modules[other] for other, reader in plan.read_by.items() if reader == name]
         carriers = [*layers.carriers_of(module), *read]
         if any(parameter is not None for carrier in carriers for parameter in carrier._parameters.values()):
-            module.forward = layers.whole(module, carriers, team, name in summed)
+            module.forward = layers.whole(module.forward, carriers, team, name in summed)
     for name in dict.fromkeys(unit.name for unit in plan.units):
         if name not in blocks:
             inside_block = any(name.startswith(f"{block}.") for block in blocks)

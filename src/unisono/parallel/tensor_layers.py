@@ -41,11 +41,10 @@ def seeing(module: nn.Module, tensors: Mapping[str, Tensor | None]) -> Iterator[
         module._parameters.update(held)
 
 
-def whole(module: nn.Module, carriers: Sequence[nn.Module], team: Team, summed: bool) -> Forward:
-    """`carriers` have the parameters that it reads. `summed`: the module works on cut activations, so each rank has
-    one term of its parameters' gradients.
+def whole(inner: Forward, carriers: Sequence[nn.Module], team: Team, summed: bool) -> Forward:
+    """`carriers` have the parameters that it reads. `summed`: it works on cut activations, so each rank has one term of
+    its parameters' gradients.
     """
-    inner = module.forward
 
     def seen(tensor: Tensor) -> Tensor:
         return sum_backward(local(tensor), team) if summed else local(tensor)
@@ -128,6 +127,7 @@ def lone_columns(module: nn.Module, team: Team, keep: DeviceMesh | None) -> Forw
             return DTensor.from_local(out, keep, [Shard(out.dim() - 1)], run_check=False)
         return gather(out, team, out.dim() - 1)
 
+    forward.gives_a_part = keep is not None  # type: ignore[attr-defined]  # for those who would not call it
     return forward
 
 

@@ -23,12 +23,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from unisono.core.errors import SetupError, UnisonoError
 from unisono.core.mesh import Mesh
 from unisono.parallel import tensor
+from unisono.parallel.grouped import Within, call
 from unisono.parallel.materialise import Maker
 from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
 from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
 from unisono.parallel.pipeline_layers import METHOD, Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
-from unisono.parallel.sharded import give_back, shard
+from unisono.parallel.sharded import Root, give_back, shard
 from unisono.parallel.shards import NO_CUTS, Shards
 from unisono.parallel.shared_norms import SharedNorms, has_batch_norm
 from unisono.parallel.tensor_plan import TensorPlan, plan_for
@@ -41,7 +42,8 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Cut:
-    """What this rank holds: `model` computes, `shards` are its parameters."""
+    """What this rank holds: `model` computes, `shards` are its parameters. `within` calls functions that compute with
+    pieces of the model or read its weights."""
 
     model: nn.Module
     shards: Shards
@@ -50,6 +52,7 @@ class Cut:
     scope: Scope = contextlib.nullcontext  # of a microbatch's loss and its backward pass
     norms: SharedNorms | None = None
     traced: tuple[nn.Module, ...] = ()  # what is between a traced pipeline's boundaries; it calls no blocks
+    within: Within = call
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,11 @@ class Cutting:
         if self.mesh.fsdp > 1 and self.stages is None and has_batch_norm(model):
             norms = SharedNorms(model, meshes["fsdp"].get_group())
         make: Make = maker.make
+        within: Within = call
         if self.tensors is not None:
             asked = self.asked.sequence, self.asked.loss
-            make = tensor.apply(model, self.tensors, meshes["tp"], *asked, device, maker.make_own)
+            cutter = tensor.apply(model, self.tensors, meshes["tp"], *asked, device, maker.make_own)
+            make, within = cutter.cut, cutter.within
             cuts, ways = self.tensors.cuts, self.tensors.ways
             scope = loss_parallel if self.asked.loss else contextlib.nullcontext
         if self.stages is not None:
@@ -116,12 +121,14 @@ class Cutting:
             return self._pipelined(model, meshes, device, make, loss, around, cuts, ways)
         before_update: Callable[[], None] = _nothing
         if self.mesh.fsdp > 1:
-            shard(model, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
-            before_update = partial(give_back, model) if self.asked.zero == 1 else before_update
+            root = Root(model)
+            shard(root, meshes["fsdp"], self.asked.zero, self.asked.offload, make, self.asked.unit)
+            within = partial(root, within)
+            before_update = partial(give_back, root) if self.asked.zero == 1 else before_update
         else:
             make(model)
             _move_rest(model, device)
-        return Cut(model, Shards(model, cuts, ways), None, before_update, scope, norms)
+        return Cut(model, Shards(model, cuts, ways), None, before_update, scope, norms, within=within)
 
     def _pipelined(
         self,

@@ -28,7 +28,7 @@ from unisono.elastic.fault_points import NO_FAULTS, FaultPoints
 from unisono.elastic.session import Session
 from unisono.parallel.allreduce import AllReduce
 from unisono.parallel.carried import Carried, Stamp, carried_of
-from unisono.parallel.grouped import Grouped
+from unisono.parallel.grouped import Grouped, call
 from unisono.parallel.local import Local, LocalSteps
 from unisono.parallel.server import ParameterServer
 from unisono.train.checkpoints import Checkpoints, Riders
@@ -77,6 +77,11 @@ class Request:
     loss: Callable[[Any, Any], torch.Tensor] | None = None  # where the trainer has one of (outputs, targets)
 
 
+def has_weights(loss: Any) -> bool:
+    """A loss that is a module, and computes with weights of the model."""
+    return isinstance(loss, nn.Module) and any(True for _ in loss.parameters())
+
+
 @dataclass
 class Job(Teller):
     context: Context
@@ -113,6 +118,10 @@ class Job(Teller):
     def take(self, batch: Any) -> Any:
         """What this rank computes of a microbatch."""
         return self.strategy.take(batch, self.request.count) if isinstance(self.strategy, Grouped) else batch
+
+    def within(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """`compute`, which may read weights of the model, of which each rank may have a part."""
+        return (self.strategy.group.within if isinstance(self.strategy, Grouped) else call)(compute, *args)
 
     def whole(self, outputs: Any) -> Any:
         """Outputs of the model, of which each rank may have a part."""

@@ -32,7 +32,7 @@ from unisono.parallel.rows import tables_of
 from unisono.parallel.shared_norms import has_batch_norm
 from unisono.train.blocks import repeated_blocks
 from unisono.train.context import Context, Place
-from unisono.train.job import Request
+from unisono.train.job import Request, has_weights
 from unisono.train.notes import of_replica
 from unisono.train.options import Parallel
 from unisono.train.precision import autocast
@@ -83,7 +83,9 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
         request.model, meshes, device, maker, request.loss, partial(autocast, spec.precision, device)
     )
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
-    group = Group(mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms)
+    group = Group(
+        mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms, cut.within
+    )
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
     told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
     return Replica(world, group, spread, cut.model, cutting.text, told, cut.traced)
@@ -132,6 +134,7 @@ def refuse_mesh(spec: RunSpec, request: Request, job: JobSpec) -> None:
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "an embedding with sparse=True": bool(tables_of(request.model)),  # parts have dense gradients only
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
+        "a loss with weights, in a pipeline": mesh.pp > 1 and has_weights(request.loss),
         "count, in a pipeline": mesh.pp > 1 and request.count is not None,
         f"precision {job.precision}": job.precision == "fp8",  # never tried on parts
     }

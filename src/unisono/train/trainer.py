@@ -21,13 +21,13 @@ from unisono.core import process
 from unisono.core.errors import ModelMismatch, SetupError, UnisonoError, suggest
 from unisono.data.loading import Data
 from unisono.parallel.asynchronous import Asynchronous
-from unisono.parallel.grouped import Grouped
+from unisono.parallel.grouped import Grouped, call
 from unisono.parallel.local import LocalSteps
 from unisono.train import context as contexts
 from unisono.train.computing import Computing
 from unisono.train.evaluation import Evaluation, Metric, measure_with
 from unisono.train.finish import finish
-from unisono.train.job import Job, Request
+from unisono.train.job import Job, Request, has_weights
 from unisono.train.looking_ahead import settings_ahead
 from unisono.train.loop import Plan, train
 from unisono.train.moving import to_device
@@ -245,12 +245,16 @@ class Trainer:
         prepared = self._job.prepared
         arguments = (self.model, batch) if self.objective is not None else split_batch(batch)
         with prepared.context():
-            value = self._compute(*arguments)
+            value = self._reading(self._job)(self._compute, *arguments)
         if not self._fits and (breaks := prepared.graph_breaks()):
             self._job.notice_once("graph-breaks", breaks)
         if not isinstance(value, Tensor):
             raise SetupError(f"the loss is a {type(value).__name__}, not a tensor")
         return value if value.ndim == 0 else value.mean()
+
+    def _reading(self, job: Job) -> Callable[..., Any]:
+        """Calls what may read weights of the model by itself."""
+        return job.within if self.objective is not None or has_weights(self.loss) else call
 
     def _computation(self, prepared: Prepared) -> Callable[..., Any]:
         """From a batch to its loss: of the model and the batch, or of inputs and targets."""
@@ -264,7 +268,7 @@ class Trainer:
         if self.eval_data is None:
             return dict
         measure = measure_with(self.loss, self.metrics) if self.loss else None
-        count = self._request.count
+        count, reading = self._request.count, self._reading(job)
 
         def measure_batch(batch: Any, samples: int) -> list[tuple[float, float]]:
             batch = to_device(batch, job)
@@ -272,10 +276,12 @@ class Trainer:
             with job.prepared.context():
                 if measure is None:
                     assert self.objective is not None
-                    return [(float(self.objective(self.model, batch).double().mean()) * weight, weight)]
+                    value = reading(self.objective, self.model, batch)
+                    return [(float(value.double().mean()) * weight, weight)]
                 inputs, targets = split_batch(batch)
                 outputs = job.pipeline.evaluate(inputs) if job.pipeline else self.model(inputs)
-                return measure(job.whole(outputs), targets, weight)
+                measured: list[tuple[float, float]] = reading(measure, job.whole(outputs), targets, weight)
+                return measured
 
         data = dataclasses.replace(as_data(self.eval_data), shuffle=False)
         chunk = -(-job.spec.batch_size // job.spec.microbatches)
