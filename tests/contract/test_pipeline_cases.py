@@ -121,7 +121,7 @@ def many_cases(_: int) -> dict[str, Any]:
         return train(list(pipeline.module.parameters()), pipeline.run, SIZES)
 
     tokens, targets = with_gaps()
-    counted = Pipeline(decoder(), token_loss, group, count=lambda t: (t != -100).sum())
+    counted = Pipeline(decoder(), token_loss, group, chunks=8, count=lambda pair: (pair[1] != -100).sum())
     found["counted"] = float(counted.run({"tokens": tokens}, targets)), gradients(counted.module)
     found["loose"] = trained(made(Loose))
     found["plain"] = trained(made(Plain), boundaries=["head"], chunks=2, schedule="gpipe", example=batch(0, 4)[0])
@@ -158,6 +158,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def test_a_loss_that_counts_tokens_weighs_chunks_by_their_tokens(cases: list[dict[str, Any]]) -> None:
+    """The first of the chunks has none."""
     model, (tokens, targets) = decoder(), with_gaps()
     loss = token_loss(model(tokens), targets)
     loss.backward()

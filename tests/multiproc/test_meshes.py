@@ -62,6 +62,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("fsdp=2", ("fused",)),
         ("tp=2", ("fused",)),
         ("fsdp=2,tp=2", ("fused", "as-loss")),
+        ("fsdp=2", ("counted",)),
+        ("pp=2", ("counted",)),
         ("dp=2,fsdp=2", ()),
         ("dp=2,tp=2", ()),
         ("dp=2,pp=2", ()),
@@ -73,7 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
     ids=str,
 )
 def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...], tmp_path: Path, alone) -> None:
-    whole = alone(*(word for word in arguments if word in ("tied", "meta", "fused")))
+    whole = alone(*(word for word in arguments if word in ("tied", "meta", "fused", "counted")))
     cut = train(tmp_path, mesh, *arguments)
     assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
     assert norms(cut) == pytest.approx(norms(whole), rel=TOLERANCE)

@@ -3,8 +3,8 @@
 
 Arguments are Trainer options for `unisono.Parallel`, as name=value; `meta` builds the model on the meta device, `tied`
 ties the head to the embedding, `untold` leaves the cut of a pipeline to be traced, `fused` computes the head together
-with the loss, in an objective or with `as-loss` in a loss of features and targets, `slow` waits where a file called
-"pace" says how long.
+with the loss, in an objective or with `as-loss` in a loss of features and targets, `counted` leaves out
+the tokens of every third sample, `slow` waits where a file called "pace" says how long.
 """
 
 import ast
@@ -104,7 +104,10 @@ if __name__ == "__main__":
     torch.manual_seed(3)
     starts = torch.randint(VOCABULARY, (SAMPLES, 1))
     tokens = (starts + 5 * torch.arange(LENGTH + 1)) % VOCABULARY
-    data = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    if "counted" in sys.argv:
+        targets[1::3] = -100
+    data = torch.utils.data.TensorDataset(inputs, targets)
     torch.set_default_dtype(torch.float64)
     unisono.seed(1)
     with torch.device("meta" if "meta" in sys.argv else "cpu"):
@@ -125,6 +128,7 @@ if __name__ == "__main__":
         model,
         optimizer,
         **learned,
+        count=(lambda batch: (batch[1] != -100).sum()) if "counted" in sys.argv else None,
         data=data,
         eval_data=data,
         batch_size=16,

@@ -111,6 +111,8 @@ class Grouped(AllReduce):
             return narrowed(batch, 0, 1)
         part = narrowed(batch, first, last)
         self._share = (last - first) / total if count is None else float(count(part)) / float(count(batch))
+        if not self._share and self.group.norms is None:  # with another's sample: of no tokens a mean is no number
+            return next(one for one in (narrowed(batch, at, at + 1) for at in range(total)) if count and count(one))
         return part
 
     def through_stages(self, inputs: Any, targets: Any) -> Tensor:

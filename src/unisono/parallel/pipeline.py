@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from unisono.core.errors import SetupError
-from unisono.parallel.pipeline_batches import Count, arguments, chunked, samples_in, shares
+from unisono.parallel.pipeline_batches import Count, arguments, chunked, nothing, samples_in, shares
 from unisono.parallel.pipeline_cost import parameter_costs
 from unisono.parallel.pipeline_engine import Engine
 from unisono.parallel.pipeline_layers import (
@@ -59,7 +59,8 @@ _MOST_SHAPES = 8  # engines that are kept: each holds its receive buffers
 class Pipeline:
     """One rank's part of a pipeline.
 
-    `loss`: gives a mean, over samples unless `count(targets)` says how many items (tokens, say) it is a mean of.
+    `loss`: gives a mean, over samples unless `count((inputs, targets))` says how many items (tokens, say) it is a mean
+    of.
     `boundaries`: the layers with which a new stage begins; without them the cut is even in parameters. All replicas
     must be cut alike, so measure in one place (`pipeline_cost`, `by_cost`) and give the boundaries to all.
     `samples`: of a full microbatch, so that chunks that cannot be are refused here. `example`: inputs of a full
@@ -132,12 +133,12 @@ class Pipeline:
         plan = plan_for(self.plan, samples_in(values), self._chunk_size)
         engine = self._engine(plan, values, names, learns=True)
         cut = chunked(targets, plan.chunks)
-        parts = shares(cut, self._count)
+        parts = shares(list(zip(chunked(inputs, plan.chunks), cut, strict=True)), self._count)
         means: list[Tensor] = []
 
         def loss(outputs: Any, chunk: int) -> Tensor:
             with self._place.context():
-                mean = self._loss(outputs, cut[chunk])
+                mean = self._loss(outputs, cut[chunk]) if parts[chunk] else nothing(outputs)
             means.append(_whole(mean.detach()))
             self._place.watch.extend()
             return mean * (parts[chunk] * weight)

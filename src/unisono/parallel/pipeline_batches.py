@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from unisono.core.errors import SetupError
 
-Count = Callable[[Any], Any]  # targets of a chunk -> how many items its mean loss is a mean of
+Count = Callable[[Any], Any]  # (inputs, targets) of a chunk -> how many items its mean loss is a mean of
 
 
 def arguments(inputs: Any) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
@@ -56,9 +58,14 @@ def chunked(value: Any, chunks: int) -> list[Any]:
     )
 
 
-def shares(targets: Sequence[Any], count: Count | None) -> list[float]:
+def shares(chunks: Sequence[Any], count: Count | None) -> list[float]:
     """Each chunk's share of the mean loss: by samples they are all alike, by items (tokens, say) they are not."""
     if count is None:
-        return [1 / len(targets)] * len(targets)
-    counts = [float(count(target)) for target in targets]
+        return [1 / len(chunks)] * len(chunks)
+    counts = [float(count(chunk)) for chunk in chunks]
     return [one / sum(counts) if sum(counts) else 0.0 for one in counts]
+
+
+def nothing(outputs: Any) -> Tensor:
+    """The loss of a chunk without items, of which a mean would be no number: it moves no parameter."""
+    return sum((value.sum() * 0.0 for value in tree_leaves(outputs) if isinstance(value, Tensor)), torch.zeros(()))

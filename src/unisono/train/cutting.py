@@ -26,6 +26,7 @@ from unisono.parallel import tensor
 from unisono.parallel.grouped import Within, call
 from unisono.parallel.materialise import Maker
 from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
+from unisono.parallel.pipeline_batches import Count
 from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
 from unisono.parallel.pipeline_layers import METHOD, Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
@@ -99,10 +100,18 @@ class Cutting:
         return self.tensors.describe().splitlines() if self.tensors is not None else []
 
     def carry_out(
-        self, model: nn.Module, meshes: DeviceMesh, device: torch.device, maker: Maker, loss: Loss | None, around: Scope
+        self,
+        model: nn.Module,
+        meshes: DeviceMesh,
+        device: torch.device,
+        maker: Maker,
+        loss: Loss | None,
+        around: Scope,
+        count: Count | None = None,
     ) -> Cut:
         """`maker`: of a model on the meta device. `around` each forward pass that a pipeline makes by itself: autocast,
-        say. The device never sees more than this rank's part, and with fsdp one unit of it."""
+        say; `count`: what its `loss` is a mean of. The device never sees more than this rank's part, and with fsdp one
+        unit of it."""
         cuts, ways = NO_CUTS, 1
         scope: Scope = contextlib.nullcontext
         norms = None
@@ -118,7 +127,7 @@ class Cutting:
             scope = loss_parallel if self.asked.loss else contextlib.nullcontext
         if self.stages is not None:
             assert loss is not None
-            return self._pipelined(model, meshes, device, make, loss, around, cuts, ways)
+            return self._pipelined(model, meshes, device, make, loss, around, count, cuts, ways)
         before_update: Callable[[], None] = _nothing
         if self.mesh.fsdp > 1:
             root = Root(model)
@@ -138,6 +147,7 @@ class Cutting:
         make: Make,
         loss: Loss,
         around: Scope,
+        count: Count | None,
         cuts: Mapping[str, Any],
         ways: int,
     ) -> Cut:
@@ -152,6 +162,7 @@ class Cutting:
             virtual=plan.virtual,
             boundaries=self.stages.boundaries,
             example=self.stages.example,
+            count=count,
             context=around,
             device=device,
         )

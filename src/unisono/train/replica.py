@@ -79,9 +79,8 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     whole = Whole(request.model, request.optimizer)
     meshes = init_device_mesh(device.type, mesh.shape, mesh_dim_names=INNER)
     maker = _maker(request.model, context.seed)
-    cut = cutting.carry_out(
-        request.model, meshes, device, maker, request.loss, partial(autocast, spec.precision, device)
-    )
+    around = partial(autocast, spec.precision, device)
+    cut = cutting.carry_out(request.model, meshes, device, maker, request.loss, around, request.count)
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
     group = Group(
         mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms, cut.within
@@ -135,7 +134,6 @@ def refuse_mesh(spec: RunSpec, request: Request, job: JobSpec) -> None:
         "an embedding with sparse=True": bool(tables_of(request.model)),  # parts have dense gradients only
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "a loss with weights, in a pipeline": mesh.pp > 1 and has_weights(request.loss),
-        "count, in a pipeline": mesh.pp > 1 and request.count is not None,
         f"precision {job.precision}": job.precision == "fp8",  # never tried on parts
     }
     for what, refused in refusals.items():
