@@ -12,6 +12,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +99,7 @@ if "untold" in sys.argv:  # it does not say which layers it is a sequence of
     del Decoder.pipeline_layers
 
 
-if __name__ == "__main__":
+def train(**options: Any) -> None:
     given = dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
     epochs = int(given.pop("epochs", "2"))
     torch.manual_seed(3)
@@ -136,4 +137,9 @@ if __name__ == "__main__":
         clip=unisono.Clip(norm=0.5),
         schedule=torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7),
         parallel=unisono.Parallel(**{name: ast.literal_eval(value) for name, value in given.items()}),
+        **options,
     ).fit()
+
+
+if __name__ == "__main__":
+    train()
