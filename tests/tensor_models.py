@@ -100,6 +100,25 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+def hugging_face_llama() -> nn.Module:
+    """The real one, with fewer heads for keys than for queries."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=LENGTH,
+            attention_dropout=0.0,
+            use_cache=False,
+        )
+    )
+
+
 class Conv1D(nn.Module):
     """The linear layer of Hugging Face's GPT-2."""
 
@@ -266,6 +285,7 @@ class Decoder(TinyDecoder):
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": Llama,
+    "hugging-face-llama": hugging_face_llama,
     "llama-dropout": lambda: Llama(dropout=0.1, qk_norm=True),
     "gpt2": GPT2,
     "by-heads": Plain,
@@ -286,4 +306,5 @@ def batch(step: int, count: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    scores = model(tokens)
+    return functional.cross_entropy(getattr(scores, "logits", scores).flatten(0, 1), targets.flatten())

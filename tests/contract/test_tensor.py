@@ -103,6 +103,11 @@ def test_sequences_may_lie_cut_between_blocks(name: str) -> None:
     check(name, 2, sequence=True, loss=False)
 
 
+@pytest.mark.parametrize(("sequence", "loss"), [(False, False), (True, True)])
+def test_llama_as_hugging_face_ships_it_trains_like_one_process(sequence: bool, loss: bool) -> None:
+    check("hugging-face-llama", 2, sequence, loss)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_loss_may_be_computed_from_parts_of_the_vocabulary(name: str) -> None:
     check(name, 2, sequence=False, loss=True)

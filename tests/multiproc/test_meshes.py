@@ -65,12 +65,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("fsdp=2", ("counted",)),
         ("pp=2", ("counted",)),
         ("dp=2,fsdp=2", ()),
-        ("dp=2,tp=2", ()),
-        ("dp=2,pp=2", ()),
+        ("dp=2,tp=2", ("meta",)),
+        ("dp=2,pp=2", ("schedule='zero-bubble'", "meta")),
         ("fsdp=2,tp=2", ("tied", "meta")),
+        ("fsdp=2,tp=2", ("tied", "sequence=True", "loss=True")),
         ("fsdp=2,pp=2", ("tied",)),
         ("dp=2,fsdp=2,tp=2", ("unit='layer'",)),
-        ("dp=2,pp=2,tp=2", ("tied", "meta")),
+        ("dp=2,pp=2,tp=2", ("tied", "meta", "sequence=True")),
     ],
     ids=str,
 )
@@ -99,10 +100,21 @@ def assert_the_pipeline_was_told(finished: Finished, mesh: str) -> None:
         assert f"measured: {told[0].schedule}" in picture.read_text()
 
 
-@pytest.mark.parametrize("inner", ["fsdp=2", "tp=2", "pp=2"])
-def test_the_number_of_replicas_does_not_show_in_the_bits(inner: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("inner", "replicas"),
+    [
+        ("fsdp=2", (1, 2, 3)),
+        ("tp=2", (1, 2, 3)),
+        ("pp=2", (1, 2, 3)),
+        ("fsdp=2,tp=2", (1, 2)),
+        ("pp=2,tp=2", (1, 2)),
+    ],
+)
+def test_the_number_of_replicas_does_not_show_in_the_bits(
+    inner: str, replicas: tuple[int, ...], tmp_path: Path
+) -> None:
     """With dropout, which belongs to the microbatch, whoever computes it."""
-    found = {dp: train(tmp_path, f"dp={dp},{inner}", "dropout").weights_sha256 for dp in (1, 2, 3)}
+    found = {dp: train(tmp_path, f"dp={dp},{inner}", "dropout").weights_sha256 for dp in replicas}
     assert len(set(found.values())) == 1, found
 
 
@@ -118,6 +130,24 @@ def test_a_step_of_one_microbatch_is_the_same_training(tmp_path: Path) -> None:
 def test_zero_stages_are_the_same_training(tmp_path: Path) -> None:
     found = {stage: train(tmp_path, "fsdp=2", options=("--zero", str(stage))).weights_sha256 for stage in (1, 2, 3)}
     assert len(set(found.values())) == 1, found
+
+
+def test_parts_that_lie_in_the_hosts_memory_are_the_same_training(tmp_path: Path) -> None:
+    script = SCRIPT.read_text().replace(
+        "import unisono\n",
+        "import unisono\nfrom unisono.parallel import sharded\n\n\n"
+        "def told(module, *, shard=sharded.fully_shard, **options):\n"
+        "    print('cut', type(module).__name__, type(options.get('offload_policy')).__name__)\n"
+        "    return shard(module, **options)\n\n\n"
+        "sharded.fully_shard = told\n",
+        1,
+    )
+    asked = ("--mesh", "fsdp=2", *FOUR)
+    there, here = (run_unisono(script, tmp_path, *asked, *how, workers=None) for how in (("--offload",), ()))
+    assert losses(there) == losses(here)
+    assert there.weights_sha256 == here.weights_sha256
+    assert "cut Decoder CPUOffloadPolicy" in there.log()
+    assert "CPUOffloadPolicy" not in here.log()
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
