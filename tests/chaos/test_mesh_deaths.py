@@ -59,7 +59,15 @@ def removed(finished: Finished) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     ("inner", "worker", "rank"),
-    [("fsdp=2", 1, 1), ("fsdp=2", 0, 0), ("tp=2", 0, 1), ("tp=2", 1, 0), ("pp=2", 1, 1), ("pp=2", 0, 0)],
+    [
+        ("fsdp=2", 1, 1),
+        ("fsdp=2", 0, 0),
+        ("tp=2", 0, 1),
+        ("tp=2", 1, 0),
+        ("pp=2", 1, 1),
+        ("pp=2", 0, 0),
+        ("fsdp=2,tp=2", 0, 2),
+    ],
 )
 def test_a_replica_with_a_dead_rank_comes_back_as_one(inner: str, worker: int, rank: int, tmp_path: Path, calm) -> None:
     with begin(tmp_path, f"dp=2,{inner}") as run:
