@@ -144,6 +144,19 @@ def test_a_run_that_goes_on_keeps_its_shape_and_asks_nobody(tmp_path: Path, monk
         choose(tmp_path, monkeypatch, name="old", workers="3")
 
 
+def test_the_mesh_that_a_script_asks_for_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = TRAINS.replace("AdamW)", "AdamW, parallel=unisono.Parallel(mesh='dp=3,fsdp=2'))")
+    values, said = choose(tmp_path, monkeypatch, script)
+    assert values["mesh"] == "dp=3,fsdp=2"
+    assert said[-1] == "mesh     dp=3,fsdp=2: as train.py asks for it"
+    assert choose(tmp_path, monkeypatch, script, workers="4")[0]["mesh"] == "dp=2,fsdp=2"
+    with pytest.raises(UsageError, match="replicas of 2 processes"):
+        choose(tmp_path, monkeypatch, script, workers="3")
+    finished = run_unisono("train.py", tmp_path, workers=2, expect=11)
+    assert "Parallel(mesh='dp=3,fsdp=2') asks for replicas of 2 (fsdp) ranks" in finished.output
+    assert "unisono run train.py --mesh auto" in finished.output
+
+
 def test_python_alone_cannot_choose(tmp_path: Path) -> None:
     finished = run_python(TRAINS, tmp_path, env={"UNISONO_MESH": "auto"}, expect=1)
     assert "--mesh auto needs unisono run" in finished.output

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from unisono.core.errors import SetupError
-from unisono.train.options import Clip, EarlyStop
+from unisono.core.errors import SetupError, UnisonoError
+from unisono.train.options import Clip, EarlyStop, Parallel
 
 NAN, INF = math.nan, math.inf
 
@@ -81,3 +81,15 @@ def test_a_clip_is_written_into_the_spec_like_this(clip: Clip, text: str) -> Non
 def test_a_clip_without_a_limit_is_refused() -> None:
     with pytest.raises(SetupError, match="clips nothing"):
         Clip()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mesh": "dp=4"}, "each replica is one rank"),
+        ({"mesh": "fsdp"}, "fsdp wants a number"),
+    ],
+)
+def test_ways_to_share_a_model_that_cannot_take_effect_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnisonoError, match=words):
+        Parallel(**options)

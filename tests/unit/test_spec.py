@@ -239,6 +239,12 @@ def test_a_spec_file_is_toml_or_json(tmp_path: Path, name: str, text: str) -> No
     assert spec == RunSpec(script="train.py", workers=Workers(min=2, max=4), seed=7, args=("--lr", "0.1"))
 
 
+def test_a_spec_file_may_ask_for_a_mesh(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('script = "train.py"\nmesh = "dp=1:3,fsdp=4"\n')
+    spec = build_run_spec(read_spec_file(tmp_path / "job.toml"), "job.toml")
+    assert (spec.mesh, spec.workers) == ("fsdp=4", Workers(min=1, max=3))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [

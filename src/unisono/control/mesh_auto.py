@@ -56,20 +56,29 @@ def _as_before(spec: RunSpec, asked: Workers | None) -> Choice | None:
         inner, workers = str(before["mesh"]), str(before["workers"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    mesh = _with_replicas(inner, workers, asked, f"the run in {path}")
+    return Choice(mesh, f"{mesh}: as the run in {path} began")
+
+
+def _with_replicas(inner: str, replicas: str, asked: Workers | None, who: str) -> str:
+    """A mesh of that many replicas; of as many as there is room for, where the command asks for so many processes."""
     if asked is not None:
         ranks = parse_mesh(inner).ranks if inner else 1
         if asked.min % ranks or asked.max % ranks:
             raise UsageError(
-                f"--workers {asked.model_dump()}: the run in {path} has replicas of {ranks} processes ({inner})",
+                f"--workers {asked.model_dump()}: {who} has replicas of {ranks} processes ({inner})",
                 do=f"give a multiple of {ranks}",
             )
-        workers = str(Workers(min=asked.min // ranks, max=asked.max // ranks).model_dump())
-    mesh = f"dp={workers}" + (f",{inner}" if inner else "")
-    return Choice(mesh, f"{mesh}: as the run in {path} began")
+        replicas = str(Workers(min=asked.min // ranks, max=asked.max // ranks).model_dump())
+    return f"dp={replicas}" + (f",{inner}" if inner else "")
 
 
 def _by_need(spec: RunSpec, asked: Workers | None, say: Say) -> Choice:
     needs = ask_probe(spec, say)
+    if needs.mesh:
+        wanted = parse_mesh(needs.mesh)
+        mesh = _with_replicas(wanted.inner, wanted.dp or "1", asked, spec.script)
+        return Choice(mesh, f"{mesh}: as {spec.script} asks for it")
     return choose(needs, devices_of(needs, machine_bytes(), asked), asked)
 
 

@@ -37,6 +37,7 @@ class Needs:
     zero: int = 3
     offload: bool = False
     gpus: tuple[int, ...] = ()  # the memory of each
+    mesh: str = ""  # that the script asks for
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def needs_of(spec: RunSpec, request: Request) -> Needs:
         microbatches=spec.microbatches or request.microbatches,
         zero=asked.zero,
         offload=asked.offload,
+        mesh=asked.mesh,
     )
 
 

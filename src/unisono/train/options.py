@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from unisono.core.errors import SetupError
+from unisono.core.mesh import parse_mesh
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class EarlyStop:
 class Parallel:
     """How the ranks of a replica share a model, where ``--mesh`` gives it several.
 
-    `zero`, `unit` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule` and
-    `chunks` for pp. What the command says comes before what is said here.
+    `zero`, `unit` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule`
+    and `chunks` for pp. What the command says comes before what is said here. `mesh` is what ``--mesh auto`` takes.
     """
 
+    mesh: str = ""  # as --mesh has it: dp=2,fsdp=4
     zero: Literal[1, 2, 3] = 3
     unit: Literal["block", "layer"] = "block"  # what is whole at once
     offload: bool = False
@@ -79,6 +81,13 @@ class Parallel:
     boundaries: tuple[str, ...] = ()  # the first layer of every stage but the first
     schedule: str = "1f1b"
     chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh and parse_mesh(self.mesh).ranks == 1:
+            raise SetupError(
+                f"Parallel(mesh={self.mesh!r}) shares no model: each replica is one rank",
+                do="leave it out, and start as many workers with --workers; or add fsdp, tp or pp",
+            )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from unisono.checkpoint.weights import hash_state
 from unisono.comm.inner import World
 from unisono.core import events, seeds
 from unisono.core.errors import ReplicasDisagree, SetupError
-from unisono.core.mesh import INNER, Mesh
+from unisono.core.mesh import INNER, Mesh, parse_mesh
 from unisono.core.spec import JobSpec, RunSpec
 from unisono.parallel.grouped import Group
 from unisono.parallel.materialise import Maker, is_unmade, point_optimizer_at_made
@@ -56,6 +56,7 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     """None where a replica is one rank."""
     mesh, place = context.spec.replica, context.place
     if mesh.ranks == 1:
+        _refuse_unmet(context, request.parallel.mesh)
         return None
     if place is None:
         raise SetupError(
@@ -88,6 +89,18 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
     told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
     return Replica(world, group, spread, cut.model, cutting.text, told, cut.traced)
+
+
+def _refuse_unmet(context: Context, wanted: str) -> None:
+    """The ranks of a replica are there before the script is; so whoever starts it must have asked."""
+    mesh = parse_mesh(wanted) if wanted else Mesh()
+    if mesh.ranks > 1:
+        script = context.spec.script or "train.py"
+        raise SetupError(
+            f"Parallel(mesh={wanted!r}) asks for replicas of {mesh.arithmetic} ranks, and this one has one",
+            cause="how many processes share a model is settled before the script begins",
+            do=f"unisono run {script} --mesh auto, which looks into the script first; or --mesh {wanted}",
+        )
 
 
 def _example(request: Request) -> Tensor | None:
