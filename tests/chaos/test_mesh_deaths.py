@@ -87,6 +87,26 @@ def test_a_replica_with_a_dead_rank_comes_back_as_one(inner: str, worker: int, r
     assert changed.healed == [2]
 
 
+def test_a_replica_that_comes_back_is_cut_where_the_others_are(tmp_path: Path) -> None:
+    """By measured times, which are others when it comes back."""
+    block = "        x = x + self.drop(self.attention(self.norm1(x)))\n"
+    late = "        if Path('late').exists():\n            time.sleep(0.02)\n"
+    script = SCRIPT.read_text().replace(block, late + block)
+    set_pace(tmp_path, 0.02)
+    asked = ("--mesh", "dp=2,pp=2", *FOUR)
+    with start_unisono(script, tmp_path, *asked, workers=None, script_args=(*ARGUMENTS, "cost='time'")) as run:
+        run.wait_for_steps(2)
+        (tmp_path / "late").touch()
+        os.kill(rank_of(run, 0, 0), signal.SIGKILL)
+        run.until(lambda: 2 in run.events_of(events.MembershipChanged)[-1].members, "the replacement")
+        (tmp_path / "late").unlink()
+        finished = hurry_to_the_end(run, tmp_path)
+    assert "stages begin at blocks.0, by measured times" in finished.output
+    by_name = (*ARGUMENTS, "boundaries=('blocks.0',)")
+    calm = run_unisono(SCRIPT, tmp_path, "--mesh", "pp=2", *FOUR, workers=None, script_args=by_name)
+    assert finished.weights_sha256 == calm.weights_sha256
+
+
 def test_a_rank_that_fails_is_the_story(tmp_path: Path) -> None:
     script = SCRIPT.read_text().replace(
         "    def forward(self, x: Tensor) -> Tensor:\n        keep_pace()\n",

@@ -132,6 +132,20 @@ def test_zero_stages_are_the_same_training(tmp_path: Path) -> None:
     assert len(set(found.values())) == 1, found
 
 
+def test_a_pipeline_is_cut_by_measured_times_and_there_again_when_the_run_goes_on(tmp_path: Path, alone) -> None:
+    """The first layer is slow while that is measured, and not when the run goes on."""
+    (tmp_path / "pace").write_text("0.03")
+    told = "stages begin at blocks.0, by measured times"
+    asked, options = ("slow", "cost='time'"), ("--name", "measured")
+    first = train(tmp_path, "pp=2", *asked, options=(*options, "--stop-after", "3"))
+    assert told in first.output
+    (tmp_path / "pace").unlink()
+    second = train(tmp_path, "pp=2", *asked, options=options)
+    assert told in second.output
+    assert "measured_stages" not in second.output, "nothing has changed"
+    assert losses(second) == pytest.approx(losses(alone()), rel=TOLERANCE)
+
+
 def test_parts_that_lie_in_the_hosts_memory_are_the_same_training(tmp_path: Path) -> None:
     script = SCRIPT.read_text().replace(
         "import unisono\n",
@@ -169,6 +183,8 @@ def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path
         ("pp=8", ("schedule='gpipe'",), ("8 stages", "7 layers")),
         ("fsdp=8", (), ("8 ranks share a microbatch of 4 samples",)),
         ("pp=2", ("schedule='fastest'",), ("fastest",)),
+        ("pp=2", ("cost='money'",), ("money", "time, operations, parameters")),
+        ("pp=2", ("cost='time'", "meta"), ("on the meta device cannot be timed",)),
         ("fsdp=2", ("unit='matrix'",), ("'matrix'", "block, layer")),
         ("tp=2", ("plan={'no.such': 'rows'}",), ("no.such",)),
         ("pp=2", ("fused",), ("--mesh pp=2 and objective",)),

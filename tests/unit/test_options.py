@@ -88,6 +88,7 @@ def test_a_clip_without_a_limit_is_refused() -> None:
     [
         ({"mesh": "dp=4"}, "each replica is one rank"),
         ({"mesh": "fsdp"}, "fsdp wants a number"),
+        ({"cost": "time", "boundaries": ("blocks.1",)}, "boundaries are given"),
     ],
 )
 def test_ways_to_share_a_model_that_cannot_take_effect_are_refused(options: dict[str, Any], words: str) -> None:

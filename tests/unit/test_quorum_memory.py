@@ -201,8 +201,12 @@ def test_a_first_worker_keeps_its_turn_and_is_told_again() -> None:
     run.orders.clear()
     run.hello()
     assert [proceed.worker for proceed in run.told(m.Proceed)] == [0]
-    run.hear(m.Turn(worker=0, number=0, done=True))
-    assert [proceed.worker for proceed in run.told(m.Proceed)] == [0, 1]
+    run.hear(m.Turn(worker=0, number=0, done=True, said="blocks.1"))
+    assert [(proceed.worker, proceed.said) for proceed in run.told(m.Proceed)] == [(0, ""), (1, "blocks.1")]
+    run.restart_coordinator()
+    run.orders.clear()
+    run.hello()
+    assert [(proceed.worker, proceed.said) for proceed in run.told(m.Proceed)] == [(1, "blocks.1")]
 
 
 def test_a_run_that_was_closing_still_is() -> None:

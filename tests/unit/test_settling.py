@@ -139,4 +139,4 @@ def test_a_model_that_does_not_come_onto_the_device_is_explained_but_to_a_worker
     _, _, foresight = settle_computing(context, request, job_spec(), GPU)
     monkeypatch.setattr(settling, "usage_of", lambda *_: Usage(60, 0, 0, 0, 0, 80))
     with pytest.raises(error):
-        opening._bring(context, request, job_spec(), CPU, foresight)
+        opening._bring(context, request, job_spec(), CPU, (), foresight)

@@ -23,6 +23,7 @@ from unisono.core.spec import (
     parse_workers,
     read_spec_file,
     resolve_microbatches,
+    why_not_exact,
 )
 
 
@@ -243,6 +244,12 @@ def test_a_spec_file_may_ask_for_a_mesh(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('script = "train.py"\nmesh = "dp=1:3,fsdp=4"\n')
     spec = build_run_spec(read_spec_file(tmp_path / "job.toml"), "job.toml")
     assert (spec.mesh, spec.workers) == ("fsdp=4", Workers(min=1, max=3))
+
+
+def test_measured_stages_are_something_else_that_bits_depend_on() -> None:
+    job = JobSpec(microbatches=4, batch_size=8, seed=0, threads=1).model_dump(mode="json")
+    assert why_not_exact(job) == ""
+    assert "measured times" in why_not_exact(job | {"measured_stages": ["blocks.1"]})
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def test_whoever_waits_for_its_turn_wakes_when_it_comes() -> None:
 
 
 def test_a_turn_that_was_given_stays_given() -> None:
-    station = Worker1().hears(m.Proceed(worker=1, number=0))
-    station.await_turn(0)
-    station.await_turn(0)
+    station = Worker1().hears(m.Proceed(worker=1, number=0, said="blocks.1"))
+    assert station.await_turn(0) == "blocks.1"
+    assert station.await_turn(0) == "blocks.1"
 
 
 def test_a_verdict_is_there_when_there_is_news_and_not_waited_for_for_ever() -> None:

@@ -75,4 +75,11 @@ def test_each_place_has_its_own_turns() -> None:
     assert turns.grants([0, 1]) == [(0, 0), (1, 0)]
     turns.hear(0, 1, True)
     assert turns.grants([0, 1]) == [(1, 1)]
-    assert turns.done == [1]
+    assert turns.done == {1: ""}
+
+
+def test_what_the_first_to_come_out_says_stays_said() -> None:
+    turns = Turns()
+    turns.hear(0, 0, True, "blocks.1")
+    turns.hear(1, 0, True, "blocks.2")  # it went in when the first was believed dead
+    assert turns.done == {0: "blocks.1"}

@@ -279,6 +279,7 @@ class JobSpec(BaseModel):
     round_steps: int | None = None  # after which they meet all the same; None: as many as usual
     mesh: str = ""  # the shape of a replica, empty: one rank
     sharing: str = ""  # how its ranks share the work, where that decides bits
+    measured_stages: tuple[str, ...] = ()  # where its pipeline was cut by measured times
     precision: str = "fp32"
     compile: str = "none"
     recompute: str = "none"
@@ -293,6 +294,8 @@ def why_not_exact(job: Mapping[str, Any]) -> str:
         return "bits depend on who is faster"
     if job.get("compress") == "auto":
         return "bits depend on codecs chosen by measurement"
+    if job.get("measured_stages"):
+        return "bits depend on where the pipeline was cut by measured times"
     return ""
 
 

@@ -31,7 +31,7 @@ class Leading(Manned):
     def _tell_and_pass_on(self, message: m.Message) -> None:
         self._tell(message)
         if isinstance(message, m.Turn) and message.done:
-            self._pass_on(m.Proceed(worker=self.worker, number=message.number))
+            self._pass_on(m.Proceed(worker=self.worker, number=message.number, said=message.said))
 
     def hear(self, message: m.Message) -> None:
         super().hear(message)
@@ -49,7 +49,7 @@ class Led:
     stop_because = ""
 
     def __init__(self) -> None:
-        self._turns: set[int] = set()
+        self._turns: dict[int, str] = {}
         self._changed = threading.Condition()
         self._interrupt: Callable[[int], None] = lambda _: None
         self._over = 0
@@ -70,7 +70,7 @@ class Led:
             if isinstance(message, m.Form):
                 over = self._over = max(self._over, message.generation)
             elif isinstance(message, m.Proceed):
-                self._turns.add(message.number)
+                self._turns[message.number] = message.said
             interrupt = self._interrupt
             self._changed.notify_all()
         if over:
@@ -90,6 +90,7 @@ class Led:
         del after
         return False
 
-    def await_turn(self, number: int) -> None:
+    def await_turn(self, number: int) -> str:
         with self._changed:
             self._changed.wait_for(lambda: number in self._turns)
+            return self._turns[number]

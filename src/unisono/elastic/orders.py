@@ -63,8 +63,8 @@ class Orders:
     def stop(self, worker: Worker) -> None:
         self.to_host(worker.host, m.Stop(worker=worker.number, because=self.roster.stop_because))
 
-    def proceed(self, worker: Worker, number: int) -> None:
-        self.to_host(worker.host, m.Proceed(worker=worker.number, number=number))
+    def proceed(self, worker: Worker, number: int, said: str) -> None:
+        self.to_host(worker.host, m.Proceed(worker=worker.number, number=number, said=said))
 
     def depart(self, worker: Worker, because: str, failure: UnisonoError | None = None) -> None:
         """It ends itself, as soon as it looks up."""

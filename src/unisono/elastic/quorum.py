@@ -191,7 +191,7 @@ class Quorum:
         self.roster.workers[message.worker].finished = self.roster.closing = True
 
     def _on_turn(self, message: m.Turn, _: str, __: float) -> None:
-        self.roster.turns.hear(message.worker, message.number, message.done)
+        self.roster.turns.hear(message.worker, message.number, message.done, message.said)
 
     def _on_accuse(self, message: m.Accuse, _: str, __: float) -> None:
         members, who = self.roster.current.members, self.roster.workers.get(message.who)
@@ -268,7 +268,7 @@ class Quorum:
             return
         there = {worker.number for worker in roster.workers.values() if worker.is_here and not roster.is_away(worker)}
         for number, worker in roster.turns.grants(there):
-            self.orders.proceed(roster.workers[worker], number)
+            self.orders.proceed(roster.workers[worker], number, roster.turns.done.get(number, ""))
         if not roster.winds_up:
             commands.dismiss(roster, self.orders)
         starting.fill(roster, self.orders, now_s)

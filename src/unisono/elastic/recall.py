@@ -42,7 +42,7 @@ def durable(roster: Roster) -> dict[str, Any]:
         "vacancies": [asdict(vacancy) for vacancy in roster.vacancies],
         "workers": [_without(worker, _TOLD_AGAIN) for worker in roster.workers.values()],
         "hosts": [_without(host, _CONNECTION) for host in roster.hosts.values()],
-        "turns": {"done": list(roster.turns.done), "inside": [list(pair) for pair in roster.turns.inside.items()]},
+        "turns": {name: [list(pair) for pair in getattr(roster.turns, name).items()] for name in ("done", "inside")},
     }
 
 
@@ -57,7 +57,7 @@ def restored(data: dict[str, Any], rules: Rules, now_s: float) -> Roster:
             vacancies=[Vacancy(**row) for row in data["vacancies"]],
             workers={row["number"]: Worker(**row) for row in data["workers"]},
             hosts={row["id"]: Host(**row, heard_s=now_s) for row in data["hosts"]},
-            turns=Turns(data["turns"]["done"], inside=dict(data["turns"]["inside"])),
+            turns=Turns(dict(data["turns"]["done"]), inside=dict(data["turns"]["inside"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InternalError(f"the coordinator's journal cannot be read: {error}") from None

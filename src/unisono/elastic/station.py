@@ -43,7 +43,7 @@ class Station(Protocol):
 
     def await_verdict(self, after: int) -> bool: ...
 
-    def await_turn(self, number: int) -> None: ...
+    def await_turn(self, number: int) -> str: ...
 
 
 class Manned:
@@ -54,7 +54,7 @@ class Manned:
         self.stop_because = ""
         self._form: m.Form | None = None
         self._depart: m.Depart | None = None
-        self._turns: set[int] = set()
+        self._turns: dict[int, str] = {}
         self._changed = threading.Condition()
         self._interrupt: Callable[[int], None] = lambda _: None
 
@@ -75,7 +75,7 @@ class Manned:
             elif isinstance(message, m.Stop):
                 self.stop_because = message.because
             elif isinstance(message, m.Proceed):
-                self._turns.add(message.number)
+                self._turns[message.number] = message.said
             interrupt = self._interrupt
             self._changed.notify_all()
         if over:
@@ -106,10 +106,12 @@ class Manned:
         with self._changed:
             return self._changed.wait_for(lambda: self.has_news(after), self.verdict_s)
 
-    def await_turn(self, number: int) -> None:
+    def await_turn(self, number: int) -> str:
+        """What was said by the one who was there first; empty for that one itself."""
         with self._changed:
             self._changed.wait_for(lambda: number in self._turns or self._depart is not None)
             self._leave_if_told()
+            return self._turns[number]
 
     def _leave_if_told(self) -> None:
         if self._depart is not None:
@@ -154,8 +156,9 @@ class Alone:
         del after
         return False
 
-    def await_turn(self, number: int) -> None:
+    def await_turn(self, number: int) -> str:
         del number
+        return ""
 
 
 def membership_of(form: m.Form, meeting_point: str = "", rank: int = 0) -> Membership:

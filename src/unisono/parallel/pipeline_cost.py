@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each layer of a model costs, measured on one sample batch, so that stages can be cut to take equally long.
 
-Measured times differ from run to run and from machine to machine, so one rank measures and tells the others. Counted
+Measured times differ from run to run and from machine to machine, so one measures and tells the others. Counted
 operations and parameters are the same everywhere, and need no real weights: a model on the meta device has them too.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,11 +35,11 @@ def layer_costs(layers: Sequence[Layer], inputs: Any = None, how: str = "time") 
     if how == "parameters":
         return parameter_costs(layers)
     if inputs is None:
-        raise SetupError(f"layers have no {how} without a batch to run", do="give one, or take how='parameters'")
+        raise SetupError(f"layers have no {how} without a batch to run", do="give one, or take cost='parameters'")
     values, names = arguments(inputs)
     on_meta = any(parameter.is_meta for layer in layers for parameter in layer.module.parameters())
     if on_meta and how == "time":
-        raise SetupError("layers on the meta device cannot be timed", do="take how='operations'")
+        raise SetupError("layers on the meta device cannot be timed", do="take cost='operations'")
     value: Any = tuple(tensor.to("meta") for tensor in values) if on_meta else values
     costs = []
     for place, layer in enumerate(layers):
@@ -51,21 +50,6 @@ def layer_costs(layers: Sequence[Layer], inputs: Any = None, how: str = "time") 
             seconds_or_operations, value = cost(layer, received, named)
         costs.append(seconds_or_operations)
     return costs if sum(costs) else parameter_costs(layers)
-
-
-def agreed_costs(
-    layers: Sequence[Layer],
-    inputs: Any = None,
-    how: str = "time",
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str = "cpu",
-) -> list[float]:
-    """The costs that rank 0 of the group (the whole world unless given) has found, on every rank."""
-    told = torch.zeros(len(layers), dtype=torch.float64, device=device)
-    if dist.get_rank(group) == 0:
-        told.copy_(torch.tensor(layer_costs(layers, inputs, how), dtype=torch.float64))
-    dist.broadcast(told, group_src=0, group=group)
-    return [float(cost) for cost in told.tolist()]
 
 
 def _seconds(layer: Layer, received: Any, named: dict[str, Tensor]) -> tuple[float, Any]:

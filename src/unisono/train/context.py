@@ -108,17 +108,38 @@ def first_worker(what: str = "preparing data") -> Iterator[None]:
     if context is None or context.station is None:
         yield
         return
+    with _turn(context, context.station, what):
+        yield
+
+
+def say_first(context: Context, what: str, say: Callable[[], str]) -> str:
+    """What the first worker of a supervised run says, there and on every other one, also on those that join later.
+    It is not empty."""
+    assert context.station is not None
+    with _turn(context, context.station, what) as turn:
+        turn.said = turn.said or say()
+    return turn.said
+
+
+@dataclass
+class _Said:
+    said: str
+
+
+@contextmanager
+def _turn(context: Context, station: Station, what: str) -> Iterator[_Said]:
+    """`said`: by the first worker; empty on that one, which may say something before it leaves."""
     context.turns += 1
     number, activity = context.turns, context.activity
     activity.now("waiting for the first worker")
-    context.station.tell(Turn(worker=context.worker, number=number))
-    context.station.await_turn(number)
+    station.tell(Turn(worker=context.worker, number=number))
+    turn = _Said(station.await_turn(number))
     activity.busy = what
     try:
-        yield
+        yield turn
     finally:
         activity.busy = ""
-    context.station.tell(Turn(worker=context.worker, number=number, done=True))
+    station.tell(Turn(worker=context.worker, number=number, done=True, said=turn.said))
 
 
 def script_seed() -> int:

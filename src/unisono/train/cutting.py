@@ -8,7 +8,7 @@ it, inside of torch's world for this replica. Called by `replica`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ from unisono.parallel.grouped import Within, call
 from unisono.parallel.materialise import Maker
 from unisono.parallel.pipeline import Loss, Pipeline, plan_of, split_layers
 from unisono.parallel.pipeline_batches import Count
-from unisono.parallel.pipeline_cost import layer_costs, parameter_costs
+from unisono.parallel.pipeline_cost import layer_costs
 from unisono.parallel.pipeline_layers import METHOD, Layer, is_sequence, layers_of
 from unisono.parallel.pipeline_timetable import Plan
 from unisono.parallel.sharded import Root, give_back, shard
@@ -37,6 +37,7 @@ from unisono.parallel.tensor_plan import TensorPlan, plan_for
 from unisono.parallel.units import UNITS
 from unisono.train.options import Parallel
 
+Settle = Callable[[int, Callable[[], Sequence[str]]], Sequence[str]]  # so many boundaries, which measuring here gives
 Make = Callable[[nn.Module], None]  # gives a part of a model its values, and with tp cuts them
 Scope = Callable[[], AbstractContextManager[Any]]
 
@@ -61,6 +62,7 @@ class Stages:
     plan: Plan
     boundaries: tuple[str, ...]
     example: Tensor | None = None  # inputs of a full microbatch, for a model that must be traced
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class Cutting:
         return "; ".join(said)
 
     @property
+    def measured_stages(self) -> tuple[str, ...]:
+        return self.stages.boundaries if self.stages is not None and self.stages.measured else ()
+
+    @property
     def words(self) -> str:
         """For people, in one line."""
         said = []
@@ -90,7 +96,8 @@ class Cutting:
             whole = f", {len(self.tensors.whole)} stay whole" if self.tensors.whole else ""
             said.append(f"{len(self.tensors.sharded)} layers cut over {self.mesh.tp} ranks{whole}")
         if self.stages is not None:
-            said.append(f"stages begin at {', '.join(self.stages.boundaries)}")
+            how = ", by measured times" if self.stages.measured else ""
+            said.append(f"stages begin at {', '.join(self.stages.boundaries)}{how}")
         if self.mesh.fsdp > 1:
             said.append(f"parameters in {self.mesh.fsdp} parts, ZeRO {self.asked.zero}")
         return "; ".join(said)
@@ -192,7 +199,14 @@ def _move_rest(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Cutting:
+def _as_measured(count: int, measure: Callable[[], Sequence[str]]) -> Sequence[str]:
+    del count
+    return measure()
+
+
+def decide(
+    model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None, settle: Settle = _as_measured
+) -> Cutting:
     """Raises SetupError for what cannot be. `samples` of a full microbatch; `example`: inputs of one sample."""
     if mesh.fsdp > samples:
         raise SetupError(
@@ -204,10 +218,12 @@ def decide(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example:
     tensors = plan_for(model, mesh.tp, dict(asked.plan)) if mesh.tp > 1 else None
     if tensors is not None:
         tensors.require(asked.sequence, asked.loss)
-    return Cutting(mesh, asked, tensors, _stages(model, mesh, asked, samples, example) if mesh.pp > 1 else None)
+    return Cutting(mesh, asked, tensors, _stages(model, mesh, asked, samples, example, settle) if mesh.pp > 1 else None)
 
 
-def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None) -> Stages:
+def _stages(
+    model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example: Tensor | None, settle: Settle
+) -> Stages:
     given = asked.boundaries or None
     mine = samples // mesh.fsdp  # of the ranks that share a microbatch each sends its own samples through its stages
     try:
@@ -227,13 +243,28 @@ def _stages(model: nn.Module, mesh: Mesh, asked: Parallel, samples: int, example
             )
         return Stages(plan, given, example.expand(mine, *example.shape[1:]).contiguous())
     layers = layers_of(model)
-    split = split_layers(layers, given, mesh.pp, plan.virtual, _costs(layers, example))
-    return Stages(plan, split.boundaries)
+
+    def cut(costs: list[float] | None) -> tuple[str, ...]:
+        return split_layers(layers, given, mesh.pp, plan.virtual, costs).boundaries
+
+    if asked.cost != "time":
+        return Stages(plan, cut(_costs(layers, example, asked.cost) if given is None else None))
+
+    def measure() -> Sequence[str]:
+        chunk = None
+        if example is not None:  # as much as goes through a stage at once
+            chunk = example.expand(max(1, mine // plan.chunks), *example.shape[1:]).contiguous()
+            chunk = chunk.to(next(model.parameters()).device)
+        return cut(layer_costs(layers, chunk, how="time"))
+
+    found = settle(mesh.pp * plan.virtual - 1, measure)
+    return Stages(plan, split_layers(layers, found, mesh.pp, plan.virtual).boundaries, measured=True)
 
 
-def _costs(layers: list[Layer], example: Tensor | None) -> list[float]:
+def _costs(layers: list[Layer], example: Tensor | None, how: str) -> list[float]:
     """Counted operations, the same on every machine; parameters, where a sample cannot be run through the layers."""
-    if example is not None:
+    if how == "operations":
         with contextlib.suppress(UnisonoError, RuntimeError, TypeError, ValueError, IndexError):
-            return layer_costs(layers, example, how="operations")
-    return parameter_costs(layers)
+            return layer_costs(layers, example, how)
+        how = "parameters"
+    return layer_costs(layers, example, how)

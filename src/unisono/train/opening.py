@@ -62,11 +62,11 @@ def open_job(context: Context, request: Request) -> Job:
     spec, prepared, foresight = settle_computing(context, request, resolved, device)
     _refuse_foreign_parameters(request)
     numerics.settle_torch(spec.threads, spec.exact, strict=device.type == "cuda")
-    replica, fused = _bring(context, request, spec, device, foresight)
+    replica, fused = _bring(context, request, spec, device, home.measured_stages, foresight)
     trained = replica.model if replica else request.model
     if replica is not None:
         request = replace(request, model=replica.group.shards.shadow)
-        spec = spec.model_copy(update={"sharing": replica.text})
+        spec = spec.model_copy(update={"sharing": replica.text, "measured_stages": replica.measured_stages})
     if isinstance(prepared.scale, LossScale):
         request = replace(request, travellers={**request.travellers, "loss scale": prepared.scale})
     loader = _open_loader(request, spec)
@@ -112,13 +112,18 @@ def open_job(context: Context, request: Request) -> Job:
 
 
 def _bring(
-    context: Context, request: Request, spec: JobSpec, device: torch.device, foresight: Foresight
+    context: Context,
+    request: Request,
+    spec: JobSpec,
+    device: torch.device,
+    measured_stages: tuple[str, ...],
+    foresight: Foresight,
 ) -> tuple[Replica | None, str]:
     """The model to where it computes, cut if it is to be. Also returns what was fused on the way."""
     # Whoever takes a dead one's place may find its memory still taken: an accident, which is survived like its death.
     joins = context.place is not None and context.place.under_way
     with nullcontext() if joins else explained(request.model, request.optimizer, device, foresight):
-        replica = open_replica(context, request, spec, device)
+        replica = open_replica(context, request, spec, device, measured_stages)
         if replica is not None:
             return replica, numerics.fuse(request.optimizer, device)
         give_values(request, spec.seed)

@@ -67,7 +67,7 @@ class EarlyStop:
 class Parallel:
     """How the ranks of a replica share a model, where ``--mesh`` gives it several.
 
-    `zero`, `unit` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `schedule`
+    `zero`, `unit` and `offload` are for fsdp; `plan`, `sequence` and `loss` for tp; `boundaries`, `cost`, `schedule`
     and `chunks` for pp. What the command says comes before what is said here. `mesh` is what ``--mesh auto`` takes.
     """
 
@@ -79,10 +79,16 @@ class Parallel:
     sequence: bool = False
     loss: bool = False
     boundaries: tuple[str, ...] = ()  # the first layer of every stage but the first
+    cost: Literal["operations", "time", "parameters"] = "operations"  # of layers, where no boundaries are given
     schedule: str = "1f1b"
     chunks: int | None = None
 
     def __post_init__(self) -> None:
+        if self.cost != "operations" and self.boundaries:
+            raise SetupError(
+                f"Parallel(cost={self.cost!r}) finds boundaries of stages, and boundaries are given",
+                do="leave out one of the two",
+            )
         if self.mesh and parse_mesh(self.mesh).ranks == 1:
             raise SetupError(
                 f"Parallel(mesh={self.mesh!r}) shares no model: each replica is one rank",

@@ -7,7 +7,9 @@ rank's part were the model. Inside of a replica torch.distributed's default worl
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +33,7 @@ from unisono.parallel.pipeline_layers import is_sequence
 from unisono.parallel.rows import tables_of
 from unisono.parallel.shared_norms import has_batch_norm
 from unisono.train.blocks import repeated_blocks
-from unisono.train.context import Context, Place
+from unisono.train.context import Context, Place, say_first
 from unisono.train.job import Request, has_weights
 from unisono.train.notes import of_replica
 from unisono.train.options import Parallel
@@ -48,12 +50,15 @@ class Replica:
     spread: Spread
     model: nn.Module  # what computes here
     text: str  # how the ranks share the work, where that decides bits
+    measured_stages: tuple[str, ...]
     told: events.ModelCut
     blocks: tuple[nn.Module, ...] = ()  # what takes the place of blocks in a pipeline that calls none
 
 
-def open_replica(context: Context, request: Request, spec: JobSpec, device: torch.device) -> Replica | None:
-    """None where a replica is one rank."""
+def open_replica(
+    context: Context, request: Request, spec: JobSpec, device: torch.device, measured: tuple[str, ...]
+) -> Replica | None:
+    """None where a replica is one rank. `measured`: where the run that goes on has cut its pipeline."""
     mesh, place = context.spec.replica, context.place
     if mesh.ranks == 1:
         _refuse_unmet(context, request.parallel.mesh)
@@ -74,7 +79,8 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
 
     keeps_state(request.optimizer)  # refuses those that look at more than one element at a time
     asked = what_is_asked(context.spec, request.parallel)
-    cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request))
+    settle = partial(_settle, context, request.model, device, measured)
+    cutting = decide(request.model, mesh, asked, spec.batch_size // spec.microbatches, _example(request), settle)
     world = _open_world(context.worker, place, mesh, device)
     _check_alike(request, world)
     whole = Whole(request.model, request.optimizer)
@@ -88,7 +94,32 @@ def open_replica(context: Context, request: Request, spec: JobSpec, device: torc
     )
     spread = Spread(whole, cut.shards, request.optimizer, mesh, world)
     told = events.ModelCut(mesh=mesh.inner, text=cutting.words, lines=cutting.lines)
-    return Replica(world, group, spread, cut.model, cutting.text, told, cut.traced)
+    return Replica(world, group, spread, cut.model, cutting.text, cutting.measured_stages, told, cut.traced)
+
+
+def _settle(
+    context: Context,
+    model: nn.Module,
+    device: torch.device,
+    recorded: tuple[str, ...],
+    count: int,
+    measure: Callable[[], Sequence[str]],
+) -> tuple[str, ...]:
+    """So many boundaries of stages: found by one rank for the whole run, and kept by a run that goes on."""
+    known = recorded if len(recorded) == count else ()
+
+    def say() -> str:
+        if known:
+            return json.dumps(known)
+        before = next(model.parameters()).device
+        if before.type != "meta":
+            model.to(device)
+        found = measure()
+        model.to(before)
+        return json.dumps(found)
+
+    said = say_first(context, "measuring what its layers cost", say)
+    return known or tuple(json.loads(said))  # where they differ, the first saw no checkpoint, and the two do not meet
 
 
 def _refuse_unmet(context: Context, wanted: str) -> None:

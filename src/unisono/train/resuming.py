@@ -36,7 +36,7 @@ from unisono.parallel.carried import NOTHING, Carried, Make, State
 from unisono.train.saving import Keeping
 
 _OF_WAITING = {"staleness": "0", "delayed": "nothing", "fresh": "pull", "round_steps": ROUND_STEPS}  # what none means
-_MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing", *_OF_WAITING)
+_MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing", "measured_stages", *_OF_WAITING)
 _TOLD_ELSEWHERE = ("threads",)  # they are part of the fingerprint
 
 
@@ -57,6 +57,12 @@ class Home:
         """M belongs to the job: it stays what it was, whatever the number of workers."""
         recorded = _table(self.found, "job").get("microbatches") if self.found else None
         return recorded if type(recorded) is int and recorded > 0 else None  # a wrong one is refused by `differences`
+
+    @property
+    def measured_stages(self) -> tuple[str, ...]:
+        """Where a pipeline was cut by measured times: there it is cut again, whatever would be measured now."""
+        recorded = _table(self.found, "job").get("measured_stages") if self.found else None
+        return tuple(map(str, recorded)) if isinstance(recorded, list) else ()
 
 
 def open_home(spec: RunSpec, run_dir: RunDir, is_under_way: bool) -> Home:

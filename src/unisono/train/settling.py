@@ -115,7 +115,7 @@ def _larger_meshes(context: Context, request: Request, spec: JobSpec) -> tuple[M
     from unisono.train.cutting import decide
 
     mesh, samples = context.spec.replica, spec.batch_size // spec.microbatches
-    asked = what_is_asked(context.spec, request.parallel)
+    asked = replace(what_is_asked(context.spec, request.parallel), cost="operations")  # nothing is timed for advice
     found = []
     for name, factor in (("fsdp", 2), ("fsdp", 4), ("fsdp", 8), ("tp", 2), ("pp", 2)):
         larger = replace(mesh, **{name: factor * getattr(mesh, name)})

@@ -106,12 +106,13 @@ class Accuse(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn(Message):
-    """`unisono.first_worker()`: the worker has come to the n-th of them, or has left it."""
+    """`unisono.first_worker()`: the worker has come to the n-th of them, or has left it, with something to say."""
 
     kind = "turn"
     worker: int
     number: int
     done: bool = False
+    said: str = ""
 
 
 # --- from a host
@@ -328,11 +329,12 @@ class Stop(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Proceed(Message):
-    """The answer to `Turn`: you may go in."""
+    """The answer to `Turn`: you may go in. Whoever was there first has `said` this; empty: you are the first."""
 
     kind = "proceed"
     worker: int
     number: int
+    said: str = ""
 
 
 TO_WORKERS = (Form, Depart, Stop, Proceed)
