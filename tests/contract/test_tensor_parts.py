@@ -74,7 +74,7 @@ def holdings(name: str, fsdp: int, tp: int) -> dict[str, Any]:
         for n, p in shards.local.items():
             p.copy_(shards.part(n, full[n]))
     again = {n: shards.whole(n, p) for n, p in shards.local.items()}
-    return {"held": held, "norm": norm, "full": full, "again": again}
+    return {"held": held, "norm": norm, "full": full, "again": again, "alike": shards.alike}
 
 
 def put_together(ranks: list[Held]) -> dict[str, torch.Tensor]:
@@ -90,6 +90,11 @@ def put_together(ranks: list[Held]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def held_twice(ranks: list[Held]) -> set[str]:
+    places = [(part.name, *part.offsets) for held in ranks for part, values in held if values.numel()]
+    return {place[0] for place in places if places.count(place) > 1}
+
+
 @pytest.mark.parametrize(("fsdp", "tp"), [(1, 2), (2, 2)])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str, fsdp: int, tp: int) -> None:
@@ -101,6 +106,7 @@ def test_the_parts_of_all_ranks_are_the_model_of_one_process(name: str, fsdp: in
     for n, p in model.named_parameters():
         torch.testing.assert_close(together[n], p.detach(), rtol=TOLERANCE, atol=TOLERANCE)
     for rank in ranks:
+        assert rank["alike"] == held_twice([rank["held"] for rank in ranks])
         assert rank["norm"] == ranks[0]["norm"]
         assert rank["norm"] == pytest.approx(norm, rel=TOLERANCE)
         assert all(torch.equal(rank["full"][n], tensor) for n, tensor in together.items())

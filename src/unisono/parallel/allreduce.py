@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -58,6 +58,7 @@ class AllReduce:
 
     changes_only_in_step = True
     noise_every = 0  # steps between two looks at the squared norm of each microbatch's gradient; 0: never
+    _apart: Collection[str] = frozenset()  # parameters that share no bucket with others
     _may_leave_gradients = True  # where autograd puts them, in steps of one microbatch
     scale: Scale = _One()  # of the loss, for gradients too small for half precision
 
@@ -133,7 +134,7 @@ class AllReduce:
         if self._gradients is not None:
             refuse_new_layout(self.carried)
             self._gradients.close()
-        self._gradients = (OnlyGradients if self._is_only else Gradients)(named, self.comm, self._tables)
+        self._gradients = (OnlyGradients if self._is_only else Gradients)(named, self.comm, self._tables, self._apart)
         self._shapes = {}
         return self._gradients
 

@@ -62,10 +62,14 @@ class Cursor:
 
 class Gradients:
     """`comm` makes the buckets: where workers share memory, the others read them where they are. `tables`, by identity:
-    parameters whose gradients are rows."""
+    parameters whose gradients are rows. `apart`, by name: those that share no bucket with others."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], comm: Comm, tables: Collection[int] = frozenset()
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        comm: Comm,
+        tables: Collection[int] = frozenset(),
+        apart: Collection[str] = frozenset(),
     ) -> None:
         self._comm = comm
         self.names = [name for name, _ in named]
@@ -73,7 +77,11 @@ class Gradients:
         self.parameters = [parameter for _, parameter in named]
         self.layout: Layout = pack(
             ParameterInfo(
-                name, p.numel(), p.element_size(), f"{p.dtype} {p.device}", p.shape[1] if id(p) in tables else 0
+                name,
+                p.numel(),
+                p.element_size(),
+                f"{p.dtype} {p.device} {name in apart}",
+                p.shape[1] if id(p) in tables else 0,
             )
             for name, p in named
         )

@@ -91,7 +91,7 @@ class Grouped(AllReduce):
     ) -> None:
         """`model` is the real one; what is added, updated and moved is `group.shards`."""
         super().__init__(group.shards.shadow, optimizer, comm, before_update, random_state, make_reducer, carry)
-        self.group = group
+        self.group, self._apart = group, group.shards.alike
         self._buffers = Buffers(model)
         if group.pipeline is None:
             group.shards.tell_gradients(self._deliver)

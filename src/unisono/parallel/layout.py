@@ -22,7 +22,7 @@ class ParameterInfo:
     name: str
     elements: int
     element_bytes: int
-    kind: str  # dtype and device; a bucket holds one kind
+    kind: str  # dtype and device, and what else must not be mixed; a bucket holds one kind
     width: int = 0  # elements of a row, of a table
 
 

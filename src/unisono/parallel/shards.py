@@ -110,6 +110,12 @@ class Shards:
         """Outputs that were left cut over the vocabulary."""
         return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
+    @property
+    def alike(self) -> frozenset[str]:
+        """Parameters that other ranks of the stage hold with the same values: to stay so they must get the same bits,
+        and a code of a block says of each element what its neighbours allow. So nothing else is in their buckets."""
+        return frozenset(name for name in self.real if self.share(name) != 1.0)
+
     def share(self, name: str) -> float:
         """1 over the number of ranks that hold the same part of it: so that, added over ranks, it counts once."""
         parameter = self.real[name]

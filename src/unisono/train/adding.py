@@ -7,7 +7,7 @@ step. Built by `opening` from ``--comm`` and ``--compress``. An asked-for way th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ from unisono.parallel.sums import wide
 class Adding:
     """`name` as in ``--comm``, `compression` as in ``--compress``; `wide_sums`: halves are added as float32.
 
-    `fragments`: in how many parts they are added, one after the other."""
+    `fragments`: in how many parts they are added, one after the other. `apart`: parameters, by name, that share no
+    bucket with others."""
 
     def __init__(
         self,
@@ -48,11 +49,13 @@ class Adding:
         emit: events.Sink,
         wide_sums: bool = False,
         fragments: int = 1,
+        apart: Collection[str] = frozenset(),
     ) -> None:
         is_auto = read(spec.compress).name == "auto"
         self._compression = NONE if is_auto else parse_codec(spec.compress)
         self._spec, self.carried, self._tables = spec, None, tables_of(model)
         self._parameters, self._wide_sums, self._parts = list(model.named_parameters()), wide_sums, fragments
+        self._apart = apart
         self._lay_out()
         if is_auto or self.is_compressed:
             _refuse_other_ways(name, spec.compress, spec.exact)
@@ -114,7 +117,7 @@ class Adding:
                 name,
                 p.numel(),
                 dtype.itemsize,
-                f"{dtype} {p.device} {fragment}",
+                f"{dtype} {p.device} {fragment} {name in self._apart}",
                 p.shape[1] if id(p) in self._tables else 0,
             )
             for (name, p), dtype, fragment in zip(self._trained, self._dtypes, fragments, strict=True)

@@ -82,6 +82,7 @@ def open_strategy(
         context.emit,
         wide_sums=local is not None,
         fragments=local.fragments if local else 1,
+        apart=replica.group.shards.alike if replica else (),
     )
     made = _strategy(request) if replica is None else partial(Grouped, group=replica.group)
     strategy = made(
