@@ -164,18 +164,6 @@ def test_parts_that_lie_in_the_hosts_memory_are_the_same_training(tmp_path: Path
     assert "CPUOffloadPolicy" not in here.log()
 
 
-@pytest.mark.parametrize("codec", ["fp16", "int8"])
-def test_gradients_between_replicas_can_be_compressed(codec: str, tmp_path: Path) -> None:
-    script = SCRIPT.read_text().replace("torch.set_default_dtype(torch.float64)", "pass")
-    found = [
-        run_unisono(
-            script, tmp_path, "--mesh", f"dp={dp},fsdp=2", *FOUR, "--compress", codec, workers=None
-        ).weights_sha256
-        for dp in (1, 2)
-    ]
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(
     ("mesh", "arguments", "words"),
     [
@@ -205,6 +193,8 @@ def test_what_cannot_be_is_said_before_the_first_step(
     [
         ("fsdp=2", ("--compile", "whole")),
         ("fsdp=2", ("--strategy", "ps")),
+        ("fsdp=2", ("--compress", "int8")),
+        ("fsdp=2", ("--compress", "auto")),
     ],
 )
 def test_what_has_not_been_made_to_go_together_is_refused(mesh: str, options: tuple[str, str], tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def open_replica(
     maker = _maker(request.model, context.seed)
     around = partial(autocast, spec.precision, device)
     cut = cutting.carry_out(request.model, meshes, device, maker, request.loss, around, request.count)
+    if cut.pipeline is not None:
+        refuse_codes(context.spec, [tie.name for tie in cut.pipeline.ties])
     point_optimizer_at(request.optimizer, whole.names, cut.shards)
     group = Group(
         mesh, world, cut.shards, of_replica, cut.before_update, cut.scope, cut.pipeline, cut.norms, cut.within
@@ -176,6 +178,7 @@ def refuse_mesh(spec: RunSpec, request: Request, job: JobSpec) -> None:
         "local steps": request.local is not None,
         f"batch_norm={request.batch_norm!r}": request.batch_norm != "local",
         "an embedding with sparse=True": bool(tables_of(request.model)),  # parts have dense gradients only
+        "--compress auto": spec.compress == "auto",  # each rank would measure, and choose, for itself
         "objective, in a pipeline": mesh.pp > 1 and request.loss is None,
         "a loss with weights, in a pipeline": mesh.pp > 1 and has_weights(request.loss),
         f"precision {job.precision}": job.precision == "fp8",  # never tried on parts
@@ -183,11 +186,30 @@ def refuse_mesh(spec: RunSpec, request: Request, job: JobSpec) -> None:
     for what, refused in refusals.items():
         if refused:
             raise SetupError(f"--mesh {spec.mesh} and {what} do not go together yet", do="leave out one of the two")
+    refuse_codes(spec)
     if job.compile != "none" and (cause := why_not_compiled(spec, request, job.compile)):
         raise SetupError(
             f"--mesh {spec.mesh} and compile {job.compile} do not go together",
             cause=cause,
             do="leave out one of the two",
+        )
+
+
+def refuse_codes(spec: RunSpec, shared: Sequence[str] = ()) -> None:
+    """What ``--compress`` cannot do for a mesh. `shared`: weights that several stages hold."""
+    if spec.compress in ("", "none"):
+        return
+    if spec.workers.max == 1:
+        raise SetupError(
+            f"--compress {spec.compress} cannot take effect with --mesh {spec.mesh} and one replica",
+            cause="codes travel between replicas; inside of one, its ranks exchange gradients as they are",
+            do=f"leave out --compress; or ask for more replicas, --mesh dp=2,{spec.mesh}, or room for them, dp=1:2",
+        )
+    if shared:
+        raise SetupError(
+            f"--compress {spec.compress} and weights that several stages share do not go together yet",
+            cause=f"each stage would encode {shared[0]} among other neighbours, and the copies would come apart",
+            do="leave out --compress or pp, or do not tie these weights",
         )
 
 
