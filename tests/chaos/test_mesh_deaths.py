@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from chaos.recovering import set_pace
-from multiproc.running import Finished, Started, run_unisono, start_unisono
+from multiproc.running import Finished, Started, run_command, run_unisono, start_unisono
 from unisono.core import events
 from unisono.core.errors import WorkerHung
 
@@ -128,6 +128,24 @@ def test_replicas_join_and_leave_while_it_runs(tmp_path: Path, calm) -> None:
         finished = hurry_to_the_end(run, tmp_path)
     assert finished.weights_sha256 == calm("fsdp=2")
     assert any(worker == 1 for worker, _ in removed(finished))
+
+
+def test_what_each_rank_has_not_sent_yet_goes_and_comes_with_its_replica(tmp_path: Path) -> None:
+    """Each rank's to its like: were they mixed up, or lost, the bits would be others."""
+    script = SCRIPT.read_text().replace("torch.set_default_dtype(torch.float64)", "pass")
+    options = (*FOUR, "--compress", "onebit")
+    calm = run_unisono(script, tmp_path, "--mesh", "dp=2,fsdp=2", *options, workers=None, script_args=ARGUMENTS)
+    set_pace(tmp_path, 0.02)
+    elastic = ("--mesh", "dp=1:2,fsdp=2", *options, "--name", "r")
+    with start_unisono(script, tmp_path, *elastic, workers=None, script_args=ARGUMENTS) as run:
+        run.wait_for_steps(3)
+        run_command(tmp_path, "scale", "r", "1")
+        run.until(lambda: run.events_of(events.MembershipChanged)[-1].members == [0], "worker 1 to leave")
+        run_command(tmp_path, "scale", "r", "2")
+        run.until(lambda: run.events_of(events.MembershipChanged)[-1].members == [0, 2], "worker 2 to come")
+        finished = hurry_to_the_end(run, tmp_path)
+    assert finished.weights_sha256 == calm.weights_sha256
+    assert not [event for event in finished.events_of(events.Notice) if event.code.startswith("carried")]
 
 
 def stuck(rank: int, how: str) -> str:

@@ -32,6 +32,8 @@ def fresh(microbatch: int) -> State:
 
 
 def advance(state: State, microbatch: int, step: int) -> None:
+    if not state:
+        return
     state["residual"].mul_(3).add_(microbatch + step).remainder_(1009)
     state["0.exp"].add_(1)
     state["seen"].fill_(True)
@@ -56,11 +58,12 @@ class Crew:
     carried: dict[int, Carried] = field(default_factory=dict)
     truth: dict[int, State] = field(default_factory=lambda: {microbatch: fresh(microbatch) for microbatch in range(M)})
     on_collective: dict[int, Callable[[], None]] = field(default_factory=dict)
+    fresh: Callable[[int], State] = fresh
 
     def join(self, *workers: int) -> None:
         for worker in workers:
             comm = FaultyComm(self.net.comm(worker), partial(self._collective, worker))
-            self.carried[worker] = Carried(comm, fresh)
+            self.carried[worker] = Carried(comm, self.fresh)
 
     def _collective(self, worker: int) -> None:
         self.on_collective.get(worker, lambda: None)()
@@ -101,7 +104,7 @@ class Crew:
             raise broken[0]
         assert all(result == results[0] for result in results), "all hear the same"
         for microbatch in results[0]:
-            self.truth[microbatch] = fresh(microbatch)
+            self.truth[microbatch] = self.fresh(microbatch)
         return tuple(results[0])
 
     def part(self, *leaving: int) -> None:
@@ -227,6 +230,23 @@ class TestMoves:
             gone = [microbatch for microbatch, worker in crew.owners().items() if worker == 2]
             crew.die(2)
             assert crew.form([0, 1]) == tuple(gone)
+            crew.check()
+            crew.close()
+
+    def test_a_rank_that_carries_nothing_itself_hears_what_its_replica_has_lost(self, kind: str) -> None:
+        with network(kind) as net:
+            crew = Crew(net, truth={microbatch: {} for microbatch in range(M)}, fresh=lambda _: {})
+            crew.join(0, 1, 2)
+            for carried in crew.carried.values():
+                carried.goes_along = True
+            crew.form([0, 1])
+            crew.work()
+            crew.part(1)
+            assert crew.form([0, 2]) == ()
+            crew.work()
+            gone = [microbatch for microbatch, worker in crew.owners().items() if worker == 2]
+            crew.die(2)
+            assert crew.form([0]) == tuple(gone)
             crew.check()
             crew.close()
 

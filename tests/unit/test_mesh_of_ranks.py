@@ -28,6 +28,14 @@ def test_a_mesh_is_a_list_of_dimensions_in_any_order(text: str, mesh: Mesh) -> N
     assert parse_mesh(text) == mesh
 
 
+def test_what_a_rank_alone_has_is_named_by_its_place() -> None:
+    assert Mesh().named(0) == ""
+    assert [Mesh(tp=2).named(rank) for rank in range(2)] == ["tp-0", "tp-1"]
+    mesh = Mesh(pp=2, fsdp=3)
+    assert mesh.named(4) == "pp-1,fsdp-1"
+    assert len({mesh.named(rank) for rank in range(mesh.ranks)}) == mesh.ranks
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

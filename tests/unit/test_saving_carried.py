@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from memory_store import MemoryStore
@@ -14,8 +16,11 @@ from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events
 from unisono.core.errors import CheckpointMismatch, StoreFailed
 from unisono.core.interval import Interval
+from unisono.core.spec import JobSpec
 from unisono.parallel.carried import NOTHING, Carried
 from unisono.train.resuming import Home, carried_in
+
+SPEC = JobSpec(microbatches=M, batch_size=M, seed=0, threads=1)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -33,7 +38,7 @@ def test_carried_state_saved_by_three_is_taken_up_by_any_number(workers: int) ->
 
     again = CarryingTeam([store] * workers, Interval(steps=3), workers)
     for carried in again.carried[:-1] if workers > 1 else again.carried:  # one does not see the place
-        read, words = carried_in(Home(store), manifest, carried, M)
+        read, words = carried_in(Home(store), manifest, carried, SPEC)
         assert read is not None
         assert not words
         carried.begin_from(manifest.step, read)
@@ -122,18 +127,38 @@ def test_what_a_checkpoint_and_a_training_carry_may_differ_and_is_said() -> None
     theirs, ours = newest_good(with_it), newest_good(without)
     assert theirs is not None
     assert ours is not None
-    read, words = carried_in(Home(without), ours, carrying.carried[0], M)
+    read, words = carried_in(Home(without), ours, carrying.carried[0], SPEC)
     assert read is None
     assert "does not hold what compression left out" in words
     assert "begins anew" in words
-    read, words = carried_in(Home(with_it), theirs, NOTHING, M)
+    read, words = carried_in(Home(with_it), theirs, NOTHING, SPEC)
     assert read is None
     assert "ignored" in words
-    assert carried_in(Home(without), ours, NOTHING, M) == (None, "")
+    assert carried_in(Home(without), ours, NOTHING, SPEC) == (None, "")
 
     other = Carried(ThreadComm(Hub(), 0), lambda _: {"residual": torch.zeros(3)})
     with pytest.raises(CheckpointMismatch, match="does not fit"):
-        carried_in(Home(with_it), theirs, other, M)
-    read, words = carried_in(Home(with_it, force=True), theirs, other, M)
+        carried_in(Home(with_it), theirs, other, SPEC)
+    read, words = carried_in(Home(with_it, force=True), theirs, other, SPEC)
     assert read is None
     assert "begins anew" in words
+
+
+def test_what_one_mesh_carried_is_not_taken_up_by_another() -> None:
+    """Also where it would fit: halves are as long as each other."""
+    store = MemoryStore()
+    team = CarryingTeam([store], Interval(steps=1), 1)
+    team.do_step()
+    found = newest_good(store)
+    assert found is not None
+    manifest = dataclasses.replace(found, facts={**found.facts, "job": {"mesh": "fsdp=2", "sharing": ""}})
+    for here in ({"mesh": "tp=2"}, {"mesh": "fsdp=2", "sharing": "stages at 1"}, {}):
+        spec = SPEC.model_copy(update=here)
+        with pytest.raises(CheckpointMismatch, match="share the model in another way") as caught:
+            carried_in(Home(store), manifest, team.carried[0], spec)
+        assert "saved with fsdp=2; here it is " in caught.value.cause
+        read, words = carried_in(Home(store, force=True), manifest, team.carried[0], spec)
+        assert read is None
+        assert "begins anew" in words
+    read, _ = carried_in(Home(store), manifest, team.carried[0], SPEC.model_copy(update={"mesh": "fsdp=2"}))
+    assert read is not None

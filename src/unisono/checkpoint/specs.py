@@ -55,8 +55,9 @@ class Held:
     holder: int  # worker
 
 
-def carried_name(microbatch: int, name: str) -> str:
-    return f"{CARRIED}{microbatch}.{name}"
+def carried_name(microbatch: int, name: str, place: str = "") -> str:
+    """`place`: of the rank that has it, where a replica is several; see `Mesh.named`."""
+    return f"{CARRIED}{microbatch}.{place}.{name}" if place else f"{CARRIED}{microbatch}.{name}"
 
 
 def spec_from(dtype: object, shape: object) -> TensorSpec:

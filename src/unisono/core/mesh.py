@@ -50,6 +50,10 @@ class Mesh:
             rank, found[name] = divmod(rank, getattr(self, name))
         return {name: found[name] for name in INNER}
 
+    def named(self, rank: int) -> str:
+        """``pp-0,tp-1``: where a rank stands, as part of the names of what only it has; empty for one rank."""
+        return ",".join(f"{name}-{at}" for name, at in self.place(rank).items() if getattr(self, name) > 1)
+
     def rank(self, place: dict[str, int]) -> int:
         total = 0
         for name in INNER:

@@ -136,6 +136,7 @@ class Carried:
     def __init__(self, comm: Comm, fresh: Make, what: str = "the state that belongs to microbatches") -> None:
         self.comm, self.fresh, self.what = comm, fresh, what
         self.lost: tuple[int, ...] = ()  # when the present generation formed
+        self.goes_along = False  # with other ranks of its replica, which carry something where this one does not
         self._stamp: Stamp = (0, 0)
         self._membership: Membership | None = None
         self._mine = range(0)
@@ -148,7 +149,7 @@ class Carried:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Of one microbatch's state, by name. Empty: nothing is carried, and everything here does nothing."""
+        """Of one microbatch's state, by name."""
         return {name: (dtype, shape) for name, (dtype, shape, _) in self._kinds.items()}
 
     @cached_property
@@ -156,12 +157,17 @@ class Carried:
         return {name: (tensor.dtype, tuple(tensor.shape), tensor.device) for name, tensor in self.fresh(0).items()}
 
     @property
+    def is_active(self) -> bool:
+        """If not, everything here does nothing. The same on all ranks of a replica, which hear of losses together."""
+        return self.goes_along or bool(self.shapes)
+
+    @property
     def stamp(self) -> Stamp:
         return self._stamp
 
     def take_stamp(self, stamp: Stamp) -> None:
         """The job has been given a state that others committed, or has gone back to an earlier one."""
-        if not self.shapes:
+        if not self.is_active:
             return
         if stamp != self._stamp:
             self._stamp, self._anew = stamp, set()
@@ -171,7 +177,7 @@ class Carried:
 
     def begin_from(self, step: int, read: Make | None) -> None:
         """Go on from a checkpoint: `read` gives its states, each when it is needed; None if it has none."""
-        if self.shapes:
+        if self.is_active:
             self._stamp = (step, 0)
             self._states, self._origin = {}, (self._stamp, read or self.fresh)
 
@@ -183,7 +189,7 @@ class Carried:
 
     def begin(self) -> None:
         """A step begins. If the one before was not committed, nothing of it has happened."""
-        if self.shapes:
+        if self.is_active:
             assert self._membership is not None
             self._drop_attempt()
             self._attempt = _Attempt(self._stamp, (self._stamp[0] + 1, self._membership.generation))
@@ -205,7 +211,7 @@ class Carried:
 
     def commit(self) -> None:
         """The step's update happens; so all members hold their states, and nothing else is needed any more."""
-        if not self.shapes:
+        if not self.is_active:
             return
         assert self._membership is not None
         self._stamp = (self._stamp[0] + 1, self._membership.generation)
@@ -237,7 +243,7 @@ class Carried:
     def hand_over(self, leaving: bool) -> None:
         """All members of a generation that ends at a step boundary, before the next is formed: the states of those who
         leave go to those who stay. Raises PeerLost, and then some of them may be lost."""
-        if not self.shapes:
+        if not self.is_active:
             return
         assert self._membership is not None
         rows = self.comm.gather(torch.tensor([leaving], dtype=torch.int64))
@@ -253,7 +259,7 @@ class Carried:
         """All members at once, when a generation has formed and everyone has the same stamp. Returns the microbatches
         whose state was lost with a worker. Raises PeerLost, and then everything that was here is still here."""
         self.lost = ()
-        if not self.shapes:
+        if not self.is_active:
             return ()
         plan = plan_moves(self._gather(membership), membership)
         self._stamp = plan.stamp
@@ -304,7 +310,8 @@ class Carried:
         arriving: dict[int, State] = {}
         for move in moves:
             if move.source == me:
-                state = self._find(move.microbatch) or self._make(move.microbatch)
+                found = self._find(move.microbatch)
+                state = self._make(move.microbatch) if found is None else found
                 sends += _messages(membership.rank_of(move.target), state)
             elif move.target == me:
                 arriving[move.microbatch] = state = self._empty()
@@ -358,11 +365,8 @@ class Carried:
         members = self._membership
         if members is None:
             return {}
-        return {
-            microbatch: worker
-            for worker, mine in zip(members.members, members.ranges, strict=True)
-            for microbatch in mine
-        }
+        pairs = zip(members.members, members.ranges, strict=True)
+        return {microbatch: worker for worker, mine in pairs for microbatch in mine}
 
 
 NOTHING = Carried(ThreadComm(Hub(), 0), lambda _: {})
@@ -370,7 +374,7 @@ NOTHING = Carried(ThreadComm(Hub(), 0), lambda _: {})
 
 def refuse_new_layout(carried: Carried) -> None:
     """Other parameters train from now on; what is carried for the old ones cannot follow."""
-    if carried.shapes:
+    if carried.is_active:
         raise SetupError(
             f"parameters were frozen or thawed, which {carried.what} cannot follow",
             cause="it was laid out for the parameters that trained at the start",

@@ -50,7 +50,7 @@ def capture(job: Job) -> Captured:
         "samples": job.state.samples,
         "metrics": {key: value for key, value in last.items() if key not in ("step", "epoch")},
     }
-    own, held = captured_carried(job.carried)
+    own, held = captured_carried(job.carried, job.spread)
     return Captured({**tensors, **own}, events.plain({**facts, **about}), {*steady, *own}, held)
 
 
@@ -68,10 +68,12 @@ def take_up(job: Job, home: Home) -> TakenUp:
         job.state_in({**state, "strategy": strategy, "carried": [taken.manifest.step, 0]})
         if job.state.step != taken.manifest.step:
             raise ValueError(f"its state is that of step {job.state.step}")
-    read, words = carried_in(home, taken.manifest, job.carried, job.spec.microbatches)
+    read, words = carried_in(home, taken.manifest, job.carried, job.spec, job.spread)
     job.carried.begin_from(taken.manifest.step, read)
     if words:
-        job.untold.append(events.Notice(code="carried-anew" if job.carried.shapes else "carried-ignored", text=words))
+        job.untold.append(
+            events.Notice(code="carried-anew" if job.carried.is_active else "carried-ignored", text=words)
+        )
     job.state.news = []  # they are in the record
     job.told = job.checkpoints.saved_step = job.state.step
     job.session.activity.step = 0  # until the workers have met, nobody stands anywhere

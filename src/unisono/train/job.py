@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from unisono.checkpoint.weights import hash_state
+from unisono.comm.inner import agreed
 from unisono.comm.seam import Comm
 from unisono.core import events
 from unisono.core.errors import DataDisagrees, PeerLost, ReplicasDisagree, SetupError, SlicesLost
@@ -199,7 +201,7 @@ class Job(Teller):
 
     def _hand_over(self) -> None:
         """At a step boundary, as long as those who leave are still here: nobody else has what they carry."""
-        if self.carried.shapes:
+        if self.carried.is_active:
             self.carried.hand_over(self.session.leaves)
         if isinstance(self.strategy, ParameterServer):
             self.strategy.hand_over(self.session.leaves)
@@ -226,7 +228,7 @@ class Job(Teller):
         self.session.activity.step = self.state.step
         if lost is None:
             try:
-                self._hand_over()
+                self._by_all_ranks(self._hand_over)
             except PeerLost as error:
                 lost = error
         self.session.reform(self, lost)
@@ -234,6 +236,16 @@ class Job(Teller):
             event = events.from_dict(data)
             if event is not None:
                 self.emit(event)
+
+    def _by_all_ranks(self, talk: Callable[[], object]) -> None:
+        """Each rank of a replica talks to its like in others: whom one of them has lost, all have lost."""
+        lost: PeerLost | None = None
+        try:
+            talk()
+        except PeerLost as error:
+            lost = error
+        if not self.inner.agree(lost is None):
+            raise agreed(lost or PeerLost("another rank of this replica has lost a peer"))
 
     def worker_at(self, rank: int) -> int:
         assert self.session.membership is not None
@@ -298,7 +310,7 @@ class Job(Teller):
             self.notice_once("dispute", text)
             self._go_back()
             assert self.session.membership is not None
-            self.carried.configure(self.session.membership)  # the other does the same
+            self._by_all_ranks(partial(self.carried.configure, self.session.membership))  # the other does the same
             self._tell_lost()
             raise
         if wrong:

@@ -47,7 +47,7 @@ from unisono.train.meeting import open_mesh
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.replica import Replica, give_values, open_replica
-from unisono.train.resuming import Home, open_home
+from unisono.train.resuming import Home, by_place, open_home
 from unisono.train.settling import Foresight, explained, meter_for, settle_computing
 from unisono.train.strategies import open_strategy, settle_local_steps
 
@@ -134,7 +134,7 @@ def _check_store(job: Job, home: Home) -> None:
     """Whether the checkpoints will find room, said before they are needed."""
     if job.is_first and home.store is not None and not home.interval.is_never:
         expected = checkpoint_bytes(job.request.model, job.request.optimizer)
-        expected += job.spec.microbatches * carried_bytes(job.carried)
+        expected += job.spec.microbatches * carried_bytes(by_place(job.carried, job.spread))
         say = partial(_say, job)
         check_place(home.store, expected, home.keeping.last, job.context.spec.grace, job.comm.size, say)
 

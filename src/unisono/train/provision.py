@@ -8,10 +8,9 @@ grace time of a preemption, a notice.
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from unisono.checkpoint.store import Store, free_bytes, prove_writable
 from unisono.core.errors import StoreFull
 from unisono.core.progress import size
-from unisono.parallel.carried import Carried
+from unisono.train.spread import Specs
 
 _PROBE = "probe/speed"
 _PROBE_BYTES = 4 << 20
@@ -38,9 +37,9 @@ def checkpoint_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return model_bytes + copies * int(sum(trained.values()))
 
 
-def carried_bytes(carried: Carried) -> int:
-    """Of one microbatch's state."""
-    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in carried.shapes.values())
+def carried_bytes(by_place: Mapping[str, Specs]) -> int:
+    """Of one microbatch's state, on all ranks of a replica."""
+    return sum(spec.bytes for specs in by_place.values() for spec in specs.values())
 
 
 def check_place(

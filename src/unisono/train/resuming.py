@@ -23,7 +23,7 @@ from unisono.checkpoint.matching import require_match
 from unisono.checkpoint.reading import read_tensors, verify
 from unisono.checkpoint.retention import Best
 from unisono.checkpoint.seal import Seal, find_seal
-from unisono.checkpoint.specs import CARRIED, Held, TensorSpec, carried_name, declared
+from unisono.checkpoint.specs import CARRIED, Held, TensorSpec, carried_name
 from unisono.checkpoint.store import Store, open_store
 from unisono.comm import state_tree
 from unisono.core import events
@@ -34,6 +34,7 @@ from unisono.core.run_dir import RunDir
 from unisono.core.spec import ROUND_STEPS, JobSpec, RunSpec
 from unisono.parallel.carried import NOTHING, Carried, Make, State
 from unisono.train.saving import Keeping
+from unisono.train.spread import Specs, Spread, specs_of_carried
 
 _OF_WAITING = {"staleness": "0", "delayed": "nothing", "fresh": "pull", "round_steps": ROUND_STEPS}  # what none means
 _MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing", "measured_stages", *_OF_WAITING)
@@ -104,20 +105,27 @@ def captured(
     return tensors, {"tree": tree}, frozenset(steady)
 
 
-def captured_carried(carried: Carried) -> tuple[dict[str, torch.Tensor], dict[str, Held]]:
-    """The states of this worker's microbatches by name, and who holds those of all."""
+def by_place(carried: Carried, spread: Spread | None) -> Mapping[str, Specs]:
+    """What a microbatch carries on each rank of a replica."""
+    return {"": specs_of_carried(carried)} if spread is None else spread.carried
+
+
+def captured_carried(carried: Carried, spread: Spread | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Held]]:
+    """The states of this worker's microbatches by name, and who holds those of all. Of a replica, the first rank gets
+    those of all its ranks."""
+    place = spread.place if spread else ""
     own = {
-        carried_name(microbatch, name): tensor.detach()
+        carried_name(microbatch, name, place): tensor.detach()
         for microbatch, state in carried.mine.items()
         for name, tensor in state.items()
     }
-    shapes = [(name, declared(name, *kind)) for name, kind in carried.shapes.items()]
     held = {
-        carried_name(microbatch, name): Held(spec, holder)
+        carried_name(microbatch, name, at): Held(spec, holder)
         for microbatch, holder in carried.holders.items()
-        for name, spec in shapes
+        for at, specs in by_place(carried, spread).items()
+        for name, spec in specs.items()
     }
-    return own, held
+    return (spread.carried_of_all(own) if spread else own), held
 
 
 Keep = Callable[[tuple[Any, ...], torch.Tensor], torch.Tensor]
@@ -190,21 +198,26 @@ def _carried_part(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, tensors=tensors, chunks=chunks)
 
 
-def carried_in(home: Home, manifest: Manifest, carried: Carried, microbatches: int) -> tuple[Make | None, str]:
-    """How to read the state of a microbatch, None if it begins anew; and what the user should know about it."""
+def carried_in(
+    home: Home, manifest: Manifest, carried: Carried, spec: JobSpec, spread: Spread | None = None
+) -> tuple[Make | None, str]:
+    """How to read this rank's state of a microbatch, None if it begins anew; and what the user should know about it.
+    The same on all ranks of a replica."""
     part, at = _carried_part(manifest), f"the checkpoint of step {manifest.step}"
-    if not carried.shapes:
+    if not carried.is_active:
         text = f"{at} holds state that belongs to microbatches ({CARRIED}*); this training has none, so it is ignored"
         return None, text if part.tensors else ""
     anew = f"{carried.what} begins anew, so the result will not be that of a run without this interruption"
     if not part.tensors:
         return None, f"{at} does not hold {carried.what}: {anew}"
     wanted = {
-        carried_name(microbatch, name): declared(name, *kind)
-        for microbatch in range(microbatches)
-        for name, kind in carried.shapes.items()
+        carried_name(microbatch, name, place): kind
+        for microbatch in range(spec.microbatches)
+        for place, specs in by_place(carried, spread).items()
+        for name, kind in specs.items()
     }
     try:
+        _require_same_cut(manifest, spec, carried.what)
         require_match(wanted, part)
     except CheckpointMismatch as error:
         if not home.force:
@@ -213,10 +226,27 @@ def carried_in(home: Home, manifest: Manifest, carried: Carried, microbatches: i
 
     def read(microbatch: int) -> State:
         assert home.store is not None
-        names = {carried_name(microbatch, name): name for name in carried.shapes}
+        names = {carried_name(microbatch, name, spread.place if spread else ""): name for name in carried.shapes}
         return {names[name]: tensor for name, tensor in read_tensors(home.store, manifest, names, home.seal)}
 
     return read, ""
+
+
+def _require_same_cut(manifest: Manifest, spec: JobSpec, what: str) -> None:
+    """Raises CheckpointMismatch. Equal shapes are not enough: the halves of two meshes are as long as each other."""
+    before, now = _cut(_table(manifest, "job")), _cut(spec.model_dump())
+    if before != now:
+        raise CheckpointMismatch(
+            f"the checkpoint of step {manifest.step} holds {what}, by ranks that share the model in another way",
+            cause=f"saved with {before}; here it is {now}",
+            do="go on with the mesh that it was saved with, with any number of replicas; or --resume force, to begin "
+            "that part anew",
+        )
+
+
+def _cut(job: Mapping[str, Any]) -> str:
+    told = [job.get("mesh"), job.get("sharing")]
+    return "; ".join(str(words) for words in told if words) or "replicas of one rank"
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 """A training's state where ranks hold parts of it: put together for checkpoints and hashes, cut when it is taken up.
 
 A checkpoint holds whole tensors under the names of the whole model, whatever the mesh: so any mesh reads what any other
-has written. Tensors are put together one at a time and kept by the first rank alone, in the memory of its host.
+has written. Tensors are put together one at a time and kept by the first rank alone, in the memory of its host. What
+microbatches carry cannot be put together, since a code is one of a rank's part: each rank's is saved as it is.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.checkpoint.naming import by_name, by_number, names_in_order
-from unisono.checkpoint.specs import declared
+from unisono.checkpoint.specs import TensorSpec, declared
 from unisono.comm.inner import Inner
 from unisono.core.mesh import Mesh
+from unisono.parallel.carried import Carried
 
 if TYPE_CHECKING:
     from unisono.parallel.shards import Shards
+
+Specs = Mapping[str, TensorSpec]
 
 
 class Whole:
@@ -58,10 +62,22 @@ class Spread:
         self.whole, self.shards, self.optimizer, self.mesh, self.inner = whole, shards, optimizer, mesh, inner
         self._held_names = set(shards.shadow.state_dict())
         self._held_as = {whole.first_name[name]: name for name, _ in shards.shadow.named_parameters()}
+        self.carried: Mapping[str, Specs] = {}  # of one microbatch, by the place of the rank that carries it
 
     @property
     def is_first(self) -> bool:
         return self.inner.rank == 0
+
+    @property
+    def place(self) -> str:
+        return self.mesh.named(self.inner.rank)
+
+    def compare_carried(self, carried: Carried) -> None:
+        """All ranks at the same time, once: what each of them carries."""
+        rows: list[Any] = [None] * self.inner.size
+        dist.all_gather_object(rows, specs_of_carried(carried))
+        self.carried = {self.mesh.named(rank): row for rank, row in enumerate(rows)}
+        carried.goes_along = any(rows)
 
     # --- put together: all ranks call these at the same time
 
@@ -85,6 +101,16 @@ class Spread:
                 state[name] = entry
         groups = [{**group, "params": names} for group, names in zip(local["groups"], self.whole.groups, strict=True)]
         return {"state": state, "groups": groups}
+
+    def carried_of_all(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What each rank has under names of its own: on the first rank; nothing elsewhere."""
+        found = dict(own)
+        if not self.is_first:
+            _send({name: tensor.to("cpu") for name, tensor in own.items()}, 0)
+            return {}
+        for sender in range(1, self.inner.size):
+            found |= dict(_receive(sender))
+        return found
 
     def _collect(self, local: Mapping[str, Any]) -> dict[str, Tensor]:
         """The first ranks of a pipeline's stages have the whole tensors, and give them to the first of all."""
@@ -133,6 +159,11 @@ class Spread:
             "trainable": [trainable[first[name]] for name, _ in shards.shadow.named_parameters()],
             "modes": [module.training for module in shards.shadow.modules()],
         }
+
+
+def specs_of_carried(carried: Carried) -> Specs:
+    """Of this rank's state of one microbatch."""
+    return {name: declared(name, *kind) for name, kind in carried.shapes.items()}
 
 
 def _send(tensors: Mapping[str, Tensor], to: int) -> None:

@@ -95,8 +95,9 @@ def open_strategy(
         carry=adding.carry,
     )
     adding.carried = strategy.carried
-    if isinstance(strategy, Grouped):
+    if replica and isinstance(strategy, Grouped):
         update.norm_of_all = strategy.norm
+        replica.spread.compare_carried(strategy.carried)
     if isinstance(strategy, AllReduce):
         adding.shapes_of = strategy.shapes
         strategy.scale = prepared.scale
