@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -29,20 +30,23 @@ def test_under_random_delays_the_bound_holds_and_every_piece_counts_once_on_ever
 ) -> None:
     membership, diary = sized(workers, servers), Diary()
 
-    def life(replica: Replica) -> tuple[Tensor, Any]:
+    def life(replica: Replica) -> tuple[Tensor, Counter[int], Counter[int], int]:
         replica.strategy.diary = diary
+        tallies, leads, delays = replica.strategy.tallies, Counter[int](), Counter[int]()
         for number in range(2):
             replica.round(membership, number)
-        return replica.model.weight.detach().clone(), replica.strategy.tallies
+            leads += tallies.leads
+            delays += tallies.delays
+        return replica.model.weight.detach().clone(), leads, delays, tallies.updates
 
     found = lives(membership, life, bound, rounds=2, slow=[0] if workers > 1 else [], **WAYS[way])
-    for weight, _ in found:
+    for weight, *_ in found:
         assert_counted_once(weight)
         assert torch.equal(weight, found[0][0])
     pushes = 2 * TURNS * workers
     for rank in membership.owners:
-        assert sum(found[rank][1].delays.values()) == found[rank][1].updates == pushes
-    leads = found[membership.owners[0]][1].leads
+        assert sum(found[rank][2].values()) == found[rank][3] == pushes
+    leads = found[membership.owners[0]][1]
     assert sum(leads.values()) == pushes
     halves = [Diary(), Diary()]
     halves[0].lines, halves[1].lines = diary.lines[: 2 * pushes // 2], diary.lines[2 * pushes // 2 :]

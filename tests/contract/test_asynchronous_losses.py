@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 from broken_rounds import LOSSES, SERVERS_LOST, broken_round
-from racing_rounds import WAYS, assert_counted_once, team
+from racing_rounds import TURNS, WAYS, assert_counted_once, team
 
+from unisono.core import events
 from unisono.core.errors import SlicesLost
 from unisono.core.membership import Membership
 
@@ -24,10 +25,15 @@ def test_when_a_worker_is_lost_the_rest_finish_the_round_and_every_piece_counts_
     name: str, at: int, bound: int | None, way: str
 ) -> None:
     before, after = LOSSES[name]
-    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, **WAYS[way])
+    told = list[events.Event]()
+    found = broken_round(before, after, lost=1, at=at, bound=bound, seed=at, emit=told.append, **WAYS[way])
     assert len(found) == len(after.members)
     for weight in found:
         assert_counted_once(weight)
+    (round_,) = told
+    assert isinstance(round_, events.Staleness)
+    assert round_.acknowledged == round_.applied == TURNS * len(before.workers), "the servers have those of the dead"
+    assert round_.pushed >= round_.applied
 
 
 @EVERY_WAY
@@ -46,8 +52,35 @@ def test_a_piece_that_one_owner_has_seen_and_the_other_has_not_counts_once_on_bo
 @pytest.mark.parametrize("messages", [1, 3, 5])
 def test_with_two_copies_a_server_may_be_lost_in_the_middle_of_a_round(name: str, messages: int, way: str) -> None:
     before, after = SERVERS_LOST[name]
-    for weight in broken_round(before, after, None, -1, copies=2, half_pushed=messages, **WAYS[way]):
+    told = list[events.Event]()
+    for weight in broken_round(
+        before, after, None, -1, copies=2, half_pushed=messages, rows=600, emit=told.append, **WAYS[way]
+    ):
         assert_counted_once(weight)
+    check_nothing_is_lost(told, TURNS * len(before.workers), after)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_two_copies_a_worker_that_is_a_server_too_may_be_lost(lost: int, at: int, way: str) -> None:
+    before, after = team(1, [0, 1, 2]), team(2, [number for number in range(3) if number != lost])
+    told = list[events.Event]()
+    found = broken_round(before, after, lost, at, copies=2, seed=at, rows=600, emit=told.append, **WAYS[way])
+    assert len(found) == 2
+    for weight in found:
+        assert_counted_once(weight)
+    check_nothing_is_lost(told, TURNS * 3, after)
+
+
+def check_nothing_is_lost(told: list[events.Event], pieces: int, after: Membership) -> None:
+    """And those who serve now hold alike much."""
+    (round_,) = told
+    assert isinstance(round_, events.Staleness)
+    assert round_.applied == pieces
+    assert pieces - len(after.members) <= round_.acknowledged <= pieces, "of each worker one may have been on its way"
+    assert round_.held.keys() == {str(after.members[rank]) for rank in after.owners}
+    assert 0 < max(round_.held.values()) <= 1.1 * min(round_.held.values())
 
 
 def test_with_one_copy_a_server_that_is_lost_in_the_middle_of_a_round_is_told() -> None:

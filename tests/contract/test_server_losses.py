@@ -114,6 +114,24 @@ def test_an_optimizer_without_state_survives_the_loss_of_any_owner(name: str) ->
         assert_same(one, expected)
 
 
+@pytest.mark.parametrize("name", [*MOVES, *LOSSES])
+def test_after_a_move_and_after_a_loss_owners_hold_the_same_number_of_bytes_within_a_tenth(name: str) -> None:
+    held: dict[tuple[int, int], int] = {}
+
+    def noting(replica: Replica, membership: Membership, step: int) -> None:
+        replica.step(membership, step)
+        assert isinstance(replica.strategy, ParameterServer)
+        held[membership.generation, membership.members[replica.comm.rank]] = replica.strategy.held_bytes
+
+    teams = {**MOVES, **LOSSES}[name]
+    trained(Setting("adamw", steps=6, width=300), teams, partial(ParameterServer, copies=2), each=noting)
+    for one in teams:
+        owners = [held[one.generation, one.members[rank]] for rank in one.owners]
+        assert sum(owners) > 300_000
+        assert max(owners) <= 1.1 * min(owners), f"in generation {one.generation}"
+        assert sum(owners) == sum(bytes_ for (generation, _), bytes_ in held.items() if generation == one.generation)
+
+
 def test_two_owners_of_one_slice_that_are_lost_at_once_take_it_with_them() -> None:
     assert told_of_a_loss(team(1, [0], [1, 2, 3]), team(2, [0], [3]), copies=2)
 

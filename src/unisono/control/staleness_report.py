@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staleness for people: how far apart workers were, whether every update arrived, and a picture of both (SVG).
 
-`StalenessTold` gathers a run's events one by one. Histograms are counted by the servers from round to round, so the
-last word counts; updates are told for each round and added up here, so that no death makes any of them forgotten. Read
-by ``unisono show`` through the summary. Torch-free.
+`StalenessTold` gathers a run's events one by one, and adds up: each tells of one round, so that nobody's death makes
+what others told forgotten. Read by ``unisono show`` through the summary. Torch-free.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from unisono.control.comm_report import COLOURS, PALE, RULE, framed, words_at
 from unisono.core import events
-from unisono.core.comm_words import describe_staleness
+from unisono.core.comm_words import describe_held, describe_staleness
+from unisono.core.errors import SlicesLost
 from unisono.core.run_dir import write_atomically
 
 FILE_NAME = "staleness.svg"
@@ -25,18 +26,47 @@ _WIDEST_BAR = 44.0
 
 @dataclass
 class StalenessTold:
-    last: events.Staleness | None = None
+    last: events.Staleness | None = None  # with the histograms of all rounds
     pushed: int = 0
     acknowledged: int = 0
     applied: int = 0
     lost: int = 0  # acknowledged, and not among those that all servers have made
+    undone: int = 0  # acknowledged, and rolled back to a checkpoint
+    back_to: list[int] = field(default_factory=list)  # the steps of those checkpoints
+    are_gone: bool = False  # all of them, with a server of which there was no copy and no checkpoint
+    _step: int = 0  # to which we were told
+    _rounds: list[tuple[int, int]] = field(default_factory=list)  # (the step that it ended with, acknowledged in it)
 
-    def take(self, event: events.Staleness) -> None:
-        self.last = event
+    def take(self, event: events.Event) -> None:
+        if isinstance(event, events.Staleness):
+            self._add(event)
+        elif isinstance(event, events.RolledBack):
+            self.pushed += event.under_way
+            self.acknowledged += event.under_way
+            self.applied += event.under_way
+            self._go_back(event.to_step, event.updates)
+        elif isinstance(event, events.Resumed):
+            self._go_back(event.step, sum(acknowledged for step, acknowledged in self._rounds if step > event.step))
+        elif isinstance(event, events.RunFailed):
+            self.are_gone = event.failure.get("code") == SlicesLost.code
+        elif isinstance(event, events.RunStarted):
+            self.are_gone = False
+
+    def _add(self, event: events.Staleness) -> None:
+        before = self.last if event.steps else None  # earlier versions told sums
+        leads, delays = (Counter(before.leads), Counter(before.delays)) if before else (Counter(), Counter())
+        self.last = replace(event, leads=leads + Counter(event.leads), delays=delays + Counter(event.delays))
         self.pushed += event.pushed
         self.acknowledged += event.acknowledged
         self.applied += event.applied
         self.lost += max(0, event.acknowledged - event.applied)
+        self._step += event.steps
+        self._rounds.append((self._step, event.acknowledged))
+
+    def _go_back(self, step: int, updates: int) -> None:
+        self._step, self._rounds = step, [one for one in self._rounds if one[0] <= step]
+        self.undone += updates
+        self.back_to += [step] if updates else []
 
     @property
     def words(self) -> str:
@@ -45,11 +75,22 @@ class StalenessTold:
 
     @property
     def updates(self) -> str:
-        """``242 pushed, 242 acknowledged, 242 applied, none lost``."""
+        """``242 pushed, 242 acknowledged, 242 applied, none lost, 24 rolled back to the checkpoint of step 40``."""
         if not self.applied:  # none yet, or told by a version that did not count them
             return ""
         lost = f"{self.lost:,} acknowledged LOST" if self.lost else "none lost"
-        return f"{self.pushed:,} pushed, {self.acknowledged:,} acknowledged, {self.applied:,} applied, {lost}"
+        if self.are_gone:
+            lost = "all lost with the server that held them"
+        words = f"{self.pushed:,} pushed, {self.acknowledged:,} acknowledged, {self.applied:,} applied, {lost}"
+        if not self.undone:
+            return words
+        where = f"checkpoint{'s' if self.back_to[1:] else ''} of step {', '.join(f'{step:,}' for step in self.back_to)}"
+        return f"{words}, {self.undone:,} rolled back to the {where}"
+
+    @property
+    def held(self) -> str:
+        """What each server holds, by the last word about it."""
+        return describe_held(self.last) if self.last and self.last.held else ""
 
 
 def write_staleness_plot(path: Path, told: StalenessTold) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.core import events
+from unisono.core.comm_words import describe_rolled_back
 from unisono.core.errors import Interrupted, Preempted
 from unisono.core.progress import duration, size
 from unisono.core.run_dir import RunDir, write_atomically
@@ -84,6 +85,8 @@ class Story:
         elif isinstance(event, events.Resumed):
             changed = f"; not as before: {', '.join(event.differs)}" if event.differs else ""
             self._say(event, f"went on from the checkpoint of step {event.step}{changed}", event.step)
+        elif isinstance(event, events.RolledBack):
+            self._say(event, describe_rolled_back(event), event.step)
         elif isinstance(event, events.CheckpointFailed):
             self._say(event, f"no checkpoint: {_code_and_what(event.failure)}", event.step)
         elif isinstance(event, events.Diagnosed):

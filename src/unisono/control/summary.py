@@ -91,6 +91,7 @@ class Summary:
             ("compress", self.codecs.words),
             ("staleness", self.staleness.words),
             ("updates", self.staleness.updates),
+            ("servers", self.staleness.held),
             ("slowest link", slowest_link(measured) if measured else ""),
             ("metrics", format_metrics(result.get("metrics", {}))),
             ("weights", f"sha256 {result['weights_sha256']}" if result.get("weights_sha256") else ""),
@@ -116,6 +117,7 @@ def summarise(run_dir: RunDir) -> Summary:
         _take(summary, event)
         summary.history.take(event)
         summary.story.take(event)
+        summary.staleness.take(event)
     summary.history.finish()
     try:
         summary.result = read_result(run_dir) or summary.result
@@ -155,8 +157,6 @@ def _take(summary: Summary, event: events.Event) -> None:
         summary.stages = event.text
     elif isinstance(event, events.DeviceMeasured):
         summary.device = event
-    elif isinstance(event, events.Staleness):
-        summary.staleness.take(event)
     elif isinstance(event, events.CommChosen):
         summary.chosen.append(event)
     elif isinstance(event, events.CodecsChosen | events.CodecChanged):

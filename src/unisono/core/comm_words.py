@@ -96,5 +96,21 @@ def describe_staleness(event: events.Staleness) -> str:
     return f"at most {most} {steps} apart, {bound}: {shares}; {mean:.1f} updates between pull and push"
 
 
+def describe_rolled_back(event: events.RolledBack) -> str:
+    """``24 updates rolled back to the checkpoint of step 40``."""
+    updates = f"{event.updates:,} update{'s' if event.updates != 1 else ''}"
+    return f"{updates} rolled back to the checkpoint of step {event.to_step:,}"
+
+
+def describe_held(event: events.Staleness) -> str:
+    """``2 hold 13 KB to 14 KB each, 3.1% apart: weights and optimizer state``."""
+    least, most = min(event.held.values()), max(event.held.values())
+    bytes_each = size_of(most) if size_of(least) == size_of(most) else f"{size_of(least)} to {size_of(most)}"
+    if len(event.held) == 1:
+        return f"1 holds {bytes_each}: weights and optimizer state"
+    apart = f"{most / least - 1:.1%} apart" if least else "some of them nothing"
+    return f"{len(event.held)} hold {bytes_each} each, {apart}: weights and optimizer state"
+
+
 def _by_number(item: tuple[str, int]) -> int:
     return int(item[0])

@@ -22,6 +22,7 @@ from unisono.core.measured_events import CommChosen as CommChosen
 from unisono.core.measured_events import DeviceMeasured as DeviceMeasured
 from unisono.core.measured_events import ModelCut as ModelCut
 from unisono.core.measured_events import NoiseScale as NoiseScale
+from unisono.core.measured_events import RolledBack as RolledBack
 from unisono.core.measured_events import StagesTimed as StagesTimed
 from unisono.core.measured_events import Staleness as Staleness
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from unisono.core.event import Event
 
@@ -87,15 +87,29 @@ class DeviceMeasured(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness(Event):
-    """How far workers of a parameter-server run are apart, counted since the run or its newest servers began."""
+    """What became of the round that has just ended in a parameter-server run: how far workers were apart in it, what
+    they pushed, what the servers hold now."""
 
     kind = "staleness"
     bound: int | None  # that was asked for; None: any
     leads: dict[str, int]  # steps ahead of the oldest unfinished one, when a piece was begun: how often
     delays: dict[str, int]  # updates made between a worker's pull and its push, on the first server: how often
-    pushed: int = 0  # in the round that has just ended, by the workers that are there
-    acknowledged: int = 0  # those of them whose worker was told that they were made
+    pushed: int = 0  # also by workers that died in it, as far as servers have heard of it
+    acknowledged: int = 0  # those of them that their workers were told of as made
     applied: int = 0  # pieces of the round that every server has made
+    steps: int = 0  # in the round
+    held: dict[str, int] = field(default_factory=dict)  # by owner: bytes of weights and optimizer state
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolledBack(Event):
+    """A part of the state was lost, and the training goes back to a checkpoint: these updates are gone."""
+
+    kind = "rolled_back"
+    step: int  # where it was
+    to_step: int
+    updates: int  # acknowledged ones
+    under_way: int  # those of them that belong to a round that was broken off, so no `staleness` tells of them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,28 +21,27 @@ from torch import Tensor
 
 from unisono.comm.asking import Asker, Room, Words
 from unisono.comm.codecs import NONE, Compression
-from unisono.comm.handing import hand_round
 from unisono.comm.reducers.direct import DirectReducer
 from unisono.comm.tree import Landing
 from unisono.core import events
-from unisono.core.errors import NonFiniteLoss, SetupError
+from unisono.core.errors import NonFiniteLoss, SetupError, SlicesLost
 from unisono.core.membership import Membership
+from unisono.parallel.broken_off import ask_what_was_seen, put_together
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding, Outgoing
 from unisono.parallel.fresh import Fresh, Holdings, Pulled, Pushed, Source
 from unisono.parallel.gradients import Assignment, Gradients
 from unisono.parallel.optimizer_trials import pace_of
 from unisono.parallel.owing import Debts
-from unisono.parallel.owner import Delayed, Manner, Owner, Tallies
+from unisono.parallel.owner import Delayed, Manner, Owner
 from unisono.parallel.pushing import Pushing
-from unisono.parallel.round_words import bounds, mean_losses, places_in
+from unisono.parallel.round_words import bounds, fewest_seen, mean_losses, places_in
 from unisono.parallel.server import ParameterServer
 from unisono.parallel.slice_optimizer import Settings
 from unisono.parallel.slices import Seen
 from unisono.parallel.strategy import Compute, Microbatch, Reduced
+from unisono.parallel.tallies import Tallies
 from unisono.parallel.views import Views, owned_by
-
-_SEEN_TAG = (1 << 25) + 8
 
 SettingsAhead = Callable[[int], Sequence[Settings]]
 """The optimizer's settings for each of so many turns to come."""
@@ -93,13 +92,22 @@ class Asynchronous(ParameterServer):
     def configure(self, membership: Membership | None) -> None:
         if membership is None:
             self._break_round()
-        super().configure(membership)
+        else:
+            self.tallies.begin_generation(membership, self.comm.rank)
+        try:
+            super().configure(membership)
+        except SlicesLost:
+            self._put_together()
+            raise
         if membership is not None:
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
             self._rooms = [Room() for _ in membership.members]
             self._holdings, self._views = Holdings(membership), None
             self._editions.hold_together(self._routes.owned_by(self.comm.rank))
-            self._ask_what_was_seen(membership)
+            found = ask_what_was_seen(self.comm, self._held, self._ranges, self.version, self._round, self._outgoing)
+            self._finished = found.finished
+            self._ranges = found.ranges or [membership.ranges[rank] for rank in membership.workers]
+            self._put_together()
             if self._coding.feedback and self._gradients is not None:
                 layout, step = self._gradients.layout, f"in round {self.version + 1}"
                 self._debts.settle(self.comm, membership, self._outgoing, layout, step)
@@ -132,11 +140,13 @@ class Asynchronous(ParameterServer):
         """Each piece is counted by itself."""
 
     def state_out(self) -> dict[str, Any]:
-        return {**super().state_out(), "round": self._round, "ranges": bounds(self._ranges)}
+        told = {"round": self._round, "ranges": bounds(self._ranges), "history": self.tallies.history}
+        return {**super().state_out(), **told}
 
     def state_in(self, state: dict[str, Any]) -> None:
         super().state_in(state)
         self._round = state.get("round", -1)
+        self.tallies.go_on_from(state.get("history", []))
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
         if not self._begun:  # from a checkpoint: what has not been said since belongs to steps that are gone
             self._outgoing = Outgoing(self.comm, self._coding)
@@ -151,29 +161,12 @@ class Asynchronous(ParameterServer):
     def steps_in(self, turns: int) -> int:
         return turns
 
-    def _ask_what_was_seen(self, membership: Membership) -> None:
-        """A round that was broken off goes on with the pieces that some owner has not seen."""
-        held = [one for some in self._held.values() for one in some]
-        mine = [[*piece, loss] for piece, loss in held[0].seen.items()] if held else []
-        mine = [row for row in mine if all(tuple(row[:3]) in one.seen for one in held)]
-        ranges = bounds(self._ranges)
-        parts = [[place[0], one.start, one.stop, [*one.seen]] for place, some in self._held.items() for one in some]
-        tree = {"owns": bool(held), "round": self._round, "seen": mine, "ranges": ranges, "parts": parts}
-        trees = hand_round(self.comm, tree, range(self.comm.size), _SEEN_TAG)
-        under_way = [tree for tree in trees if tree["owns"] and tree["round"] == self.version]
-        self._finished, self._ranges = {}, []
-        self._outgoing.made(
-            (bucket, start, stop)
-            for tree in under_way
-            for bucket, start, stop, pieces in tree["parts"]
-            if any(tuple(piece) == self._outgoing.under_way for piece in pieces)
-        )
-        self._outgoing.under_way = None
-        if under_way and len(under_way) == sum(tree["owns"] for tree in trees):
-            rows = [{tuple(row[:3]): row[3] for row in tree["seen"]} for tree in under_way]
-            self._finished = {piece: loss for piece, loss in rows[0].items() if all(piece in row for row in rows)}
-            self._ranges = [range(*bounds) for bounds in under_way[0]["ranges"]]
-        self._ranges = self._ranges or [membership.ranges[rank] for rank in membership.workers]
+    def _put_together(self) -> None:
+        put_together(self.comm, self.tallies, self._finished, self._round == self.version)
+
+    def undone(self, steps: int) -> tuple[int, int]:
+        """Acknowledged updates: of the last so many steps, and of the round that was broken off after them."""
+        return self.tallies.in_last(steps), self.tallies.before[1] if self._round == self.version else 0
 
     # --- a round: what a worker does
 
@@ -182,14 +175,14 @@ class Asynchronous(ParameterServer):
         self._trains = False
         if self._round != self.version:
             self._round = self.version
-            self.tallies.pushed = self.tallies.acknowledged = 0
+            self.tallies.begin_round()
             for held in self._held.values():
                 for one in held:
                     one.seen = {}
 
     def work(self, mine: range, turns: int) -> Iterator[tuple[int, int]]:
         """The microbatches to compute, as the clock hands them out, and the turn of each."""
-        self._asker = Asker(self.comm, keeps=self._shows)
+        self._turns, self._asker = turns, Asker(self.comm, keeps=self._shows)
         if self.comm.rank in self._membership.owners:
             self._owner = self._own(turns)
         if len(mine):
@@ -199,9 +192,9 @@ class Asynchronous(ParameterServer):
                 self._begin_piece(piece)
                 for index in range(piece.first, piece.last):
                     yield index, piece.turn
-                self.tallies.pushed += 1
+                self.tallies.own.pushed.add(piece)
                 self._push(piece)
-                self.tallies.acknowledged += 1
+                self.tallies.own.told.add(piece)
         self._end_round()
 
     @torch.no_grad()
@@ -350,17 +343,14 @@ class Asynchronous(ParameterServer):
             *self._buffers.changed(),
             self.tallies.updates,
             blocked_s,
-            self.tallies.pushed,
-            self.tallies.acknowledged,
-            min((len(one.seen) for some in self._held.values() for one in some), default=math.inf),
+            *self.tallies.row(fewest_seen(self._held), self.held_bytes),
             *notes,
         ]
         rows = [table.tolist() for table in self.comm.gather(torch.tensor(row, dtype=torch.float64))]
         _, second, third = accumulate([total, 1, len(self._buffers)])
         self._changed = [any(row[i] for row in rows) for i in range(second, third)]
         self._holdings.known.update({rank: int(rows[rank][third]) for rank in self._membership.owners})
-        pushed, acknowledged, applied = zip(*(row[third + 2 : third + 5] for row in rows), strict=True)
-        self._made = int(sum(pushed)), int(sum(acknowledged)), int(min(applied))
+        self._counts = [row[third + 2 : third + 6] for row in rows]
         if not self._finished and not any(row[total] for row in rows):
             raise SetupError(
                 "the loss depends on no parameter that can be trained",
@@ -371,7 +361,7 @@ class Asynchronous(ParameterServer):
             losses=tuple(rows[self._teller(gradients)][:total]),
             weights=self._weights,
             blocked_s=tuple(row[third + 1] for row in rows),
-            notes=tuple(tuple(row[third + 5 :]) for row in rows),
+            notes=tuple(tuple(row[third + 6 :]) for row in rows),
             silent=(),
         )
 
@@ -389,10 +379,11 @@ class Asynchronous(ParameterServer):
         self._buffers.commit()
         self.version += 1
         self._tell()
+        self.tallies.end_round(self._turns, len(self._ranges))
         self._finished = {}
         self._ranges = [self._membership.ranges[rank] for rank in self._membership.workers]
 
     def _tell(self) -> None:
         """The first owner has kept the time."""
         if self.comm.rank == self._membership.owners[0]:
-            self.emit(self.tallies.told(self.bound, *self._made))
+            self.emit(self.tallies.told(self.bound, self._turns, self._counts))

@@ -12,9 +12,8 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,18 +21,17 @@ from torch import Tensor
 
 from unisono.comm.asking import Answering, Asker, Room, Words
 from unisono.comm.seam import Comm
-from unisono.core import events
 from unisono.core.errors import PeerLost
 from unisono.core.membership import Membership
 from unisono.parallel.clock import Clock, Piece
 from unisono.parallel.coding import Coding
 from unisono.parallel.layout import Layout
-from unisono.parallel.round_words import by_number
 from unisono.parallel.rows import Kind, unpacked
 from unisono.parallel.slice_optimizer import Settings, SliceOptimizer
 from unisono.parallel.slices import Place
 from unisono.parallel.table_slices import TableOptimizer
 from unisono.parallel.table_views import TableViews
+from unisono.parallel.tallies import Tallies
 from unisono.parallel.views import Views, owned_by
 
 TAKE, PART, PUSH, PULL, SUBSCRIBE, NEWEST, COPY, PIECE, OVER, SEEN, WEIGHTS = range(11)
@@ -45,24 +43,6 @@ COMPENSATION = 0.04  # as Zheng et al. 2017 have it
 Delayed = Literal["", "scale", "compensate"]
 """What is done about gradients of weights that are not the newest any more: nothing; a learning rate divided by the
 steps that they are late (Zhang et al. 2016); or a first-order correction of them (DC-ASGD, Zheng et al. 2017)."""
-
-
-@dataclass
-class Tallies:
-    """What an owner counts, from round to round."""
-
-    updates: int = 0  # that were made here
-    delays: Counter[int] = field(default_factory=Counter)  # updates made between a worker's pull and its push
-    leads: Counter[int] = field(default_factory=Counter)  # steps that a piece was ahead of the oldest, if we kept time
-    pushed: int = 0  # by us as a worker, in this round
-    acknowledged: int = 0  # likewise
-
-    def told(self, bound: int | None, pushed: int, acknowledged: int, applied: int) -> events.Staleness:
-        """With what all workers have pushed in this round, and what became of it."""
-        leads, delays = by_number(self.leads), by_number(self.delays)
-        return events.Staleness(
-            bound=bound, leads=leads, delays=delays, pushed=pushed, acknowledged=acknowledged, applied=applied
-        )
 
 
 @dataclass(frozen=True)
@@ -123,8 +103,7 @@ class Owner:
         of_subscriptions.wait()
         self._asker.farewell(self._next)
         of_owners.wait()
-        if self._clock is not None:
-            self._tallies.leads += self._clock.leads
+        self._note_leads()
 
     def stop(self) -> None:
         """The generation is over, and with it the round."""
@@ -132,6 +111,11 @@ class Owner:
         for answering in self._answering:
             with contextlib.suppress(Exception):  # of a generation that is over
                 answering.wait()
+        self._note_leads()
+
+    def _note_leads(self) -> None:
+        if self._clock is not None:
+            self._tallies.leads += self._clock.leads
 
     def _break(self) -> None:
         self._is_broken = True
@@ -160,8 +144,7 @@ class Owner:
             made = self._update(rank, question, delay)
             if question.what == PART:
                 return Words(SEEN)
-            self._tallies.delays[delay] += 1
-            self._tallies.updates += 1
+            self._tallies.answered(Piece(*question.numbers[1:4]), delay)
             updates = self._tallies.updates
         with self._news:
             self._news.notify_all()

@@ -24,6 +24,11 @@ def mean_losses(held: Mapping[Place, Sequence[SliceOptimizer]], microbatches: in
     return [math.fsum(losses) / len(losses) if losses else 0.0 for losses in found]
 
 
+def fewest_seen(held: Mapping[Place, Sequence[SliceOptimizer]]) -> float:
+    """Pieces of the round that every slice here has seen; without any slice, that is no limit."""
+    return min((len(one.seen) for some in held.values() for one in some), default=math.inf)
+
+
 def by_number(counter: Counter[int]) -> dict[str, int]:
     return {str(number): count for number, count in sorted(counter.items())}
 

@@ -71,7 +71,7 @@ class SliceOptimizer:
     def bytes(self) -> int:
         """Of weights and state."""
         vectors = (value for state in self._optimizer.state.values() for value in state.values())
-        tensors = [self.weights, *(value for value in vectors if isinstance(value, Tensor))]
+        tensors = [self._weights, *(value for value in vectors if isinstance(value, Tensor))]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @torch.no_grad()
