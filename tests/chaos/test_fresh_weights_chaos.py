@@ -68,6 +68,17 @@ def test_with_two_copies_no_update_is_lost_when_a_server_is_killed(fresh: str, t
         assert not [event for event in run.of(events.Notice) if event.code == "slices-lost"]
 
 
+def test_with_two_copies_no_update_is_lost_when_a_worker_that_serves_is_killed(tmp_path: Path) -> None:
+    asked = ("--staleness", "2", "--servers", "0", "--copies", "2", *NEVER)
+    with begin(MOMENTUM, tmp_path, *SERVERS, *asked, workers="2:3", pace_s=0.02) as run:
+        run.until_step(16)
+        run.kill(1)
+        run.until_many(3, without=[1])
+        check_loose(run, run.hurry())
+    assert not run.of(events.RolledBack)
+    assert not [event for event in run.of(events.Notice) if event.code == "slices-lost"]
+
+
 @FRESH
 def test_with_one_copy_it_goes_back_to_a_checkpoint(fresh: str, tmp_path: Path) -> None:
     asked = ("--staleness", "inf", "--fresh", fresh, "--compress", "fp16", *SAVING)

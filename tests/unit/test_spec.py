@@ -295,3 +295,30 @@ def test_a_file_that_only_looks_like_the_spec_of_a_run_is_refused(tmp_path: Path
     path.write_text(json.dumps(content))
     with pytest.raises(UnknownKey):
         build_run_spec(read_spec_file(path), "spec.json")
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "copies", "refused"),
+    [
+        (2, 2, 2, ""),
+        (2, 1, 2, "2 copies of each slice need as many servers; add --servers 2"),
+        (2, None, 2, "add --servers 2"),
+        (4, 2, 3, "add --servers 3"),
+        (2, 0, 2, ""),
+        ("2:8", 0, 2, ""),
+        ("1:8", 0, 2, "as few as 1; write --workers 2:8, or add --servers 2"),
+        (2, 0, 3, "as few as 2; write --workers 3:3, or add --servers 3"),
+        (1, 0, None, ""),
+    ],
+)
+def test_copies_of_a_slice_need_as_many_who_can_hold_them(
+    workers: int | str, servers: int | None, copies: int | None, refused: str
+) -> None:
+    """Servers; without any, the workers that there are at least."""
+    asked = {"strategy": "ps", "workers": workers, "servers": servers, "copies": copies}
+    if not refused:
+        assert build_run_spec(asked, "command line").copies == copies
+        return
+    with pytest.raises(UsageError) as caught:
+        build_run_spec(asked, "command line")
+    assert refused in caught.value.what

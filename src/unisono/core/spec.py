@@ -217,8 +217,14 @@ class RunSpec(BaseModel):
                 "--delayed compensate needs to know of which weights a gradient is, unknown with --fresh push; "
                 "use --fresh pull, or --delayed scale"
             )
-        if (self.copies or 1) > max(1, self.serving):
+        if self.serving and (self.copies or 1) > self.serving:
             raise ValueError(f"{self.copies} copies of each slice need as many servers; add --servers {self.copies}")
+        if not self.serving and (self.copies or 1) > self.workers.min:
+            raise ValueError(
+                f"without servers, {self.copies} copies of each slice need as many workers, and there may be as few as "
+                f"{self.workers.min}; write --workers {self.copies}:{max(self.copies or 1, self.workers.max)}, or add "
+                f"--servers {self.copies}"
+            )
         return self
 
     @field_validator("staleness", mode="before")
