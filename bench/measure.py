@@ -50,6 +50,7 @@ class Outcome:
     output: str
     elsewhere: float  # share of the machine that other programs used meanwhile, 0 to 1; far from 0 means noise
     used: Sequence[tuple[float, float]] = ()  # time.time(), and the processor seconds of the command up to then
+    held_bytes: int = 0  # at most, by all processes of the command together, if it was weighed
 
 
 def note(text: str) -> None:
@@ -67,7 +68,9 @@ def environment() -> dict[str, str]:
     return kept | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, str] | None = None) -> Outcome:
+def run(
+    command: Sequence[Word], timeout_s: float, more_environment: dict[str, str] | None = None, weighs: bool = False
+) -> Outcome:
     """Run to the end, or raise `Failed`. Whatever happens, no process of the command is left afterwards."""
     words = [str(word) for word in command]
     mark = uuid.uuid4().hex
@@ -83,7 +86,7 @@ def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, s
             env=environment() | (more_environment or {}) | {_MARK: mark},
             start_new_session=True,
         )
-        problem, meter = "", _Meter(mark)
+        problem, meter = "", _Meter(mark, weighs)
         try:
             code = _wait(process, timeout_s, meter)
             seconds = time.perf_counter() - started_s
@@ -99,7 +102,7 @@ def run(command: Sequence[Word], timeout_s: float, more_environment: dict[str, s
         tail = "\n".join(f"    {line}" for line in text.strip().splitlines()[-25:])
         # Failures are kept with the results: paths from the root of the repository mean something to others too.
         raise Failed(f"{problem}: {shlex.join(words)}\n{tail}".replace(f"{BENCH.parent}{os.sep}", ""))
-    return Outcome(started_at_s, seconds, text, elsewhere, meter.used)
+    return Outcome(started_at_s, seconds, text, elsewhere, meter.used, meter.held_bytes)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float, meter: _Meter) -> int:
@@ -115,19 +118,32 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, meter: _Meter) -> 
 
 
 class _Meter:
-    """The processor time of all processes of a command: what a busy machine changes least."""
+    """The processor time of all processes of a command: what a busy machine changes least. If it `weighs`, also their
+    memory."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
+    def __init__(self, mark: str, weighs: bool = False) -> None:
+        self._mark, self._weighs, self.held_bytes = mark, weighs, 0
         self._by_process: dict[int, float] = {}  # also of those that have ended
         self.used: list[tuple[float, float]] = []
 
     def look(self) -> None:
-        for pid in _marked(self._mark):
+        pids = _marked(self._mark)
+        if self._weighs:
+            self.held_bytes = max(self.held_bytes, sum(map(_pss_bytes, pids)))
+        for pid in pids:
             with contextlib.suppress(OSError, IndexError):
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 self._by_process[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         self.used.append((time.time(), sum(self._by_process.values())))
+
+
+def _pss_bytes(pid: int) -> int:
+    """Memory of a process in which a page that n processes share counts 1/n, so that a sum counts it once."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 class _Machine:
