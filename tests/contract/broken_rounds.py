@@ -29,6 +29,7 @@ def broken_round(
     seed: int = 0,
     half_pushed: int = 0,
     left: list[Tensor] | None = None,
+    kind_of_replica: type[Replica] = Replica,
     **options: Any,
 ) -> list[Tensor]:
     """`lost` dies while it computes its microbatch `at`; the rest, and those who come, finish the round as `after`.
@@ -44,7 +45,7 @@ def broken_round(
 
         def life(number: int) -> Tensor | None:
             draw = random.Random(100 * seed + number)
-            replica = Replica(comms[number], bound, copies, delay=lambda: draw.random() * LONGEST_S, **options)
+            replica = kind_of_replica(comms[number], bound, copies, delay=lambda: draw.random() * LONGEST_S, **options)
             holds = number in before.members
             if holds:
                 replica.dies_at = at if number == lost else -1

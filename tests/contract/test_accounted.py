@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +19,7 @@ from unisono.comm.asking import Words
 from unisono.control.staleness_report import StalenessTold
 from unisono.core import events
 from unisono.core.errors import PeerLost, SlicesLost
+from unisono.core.membership import Membership
 from unisono.parallel.owner import Owner
 from unisono.parallel.slices import Place
 
@@ -125,3 +127,23 @@ def test_every_round_tells_its_own_so_a_new_first_server_takes_nothing_of_what_w
     last = summed(told).last
     assert last is not None
     assert sum(last.leads.values()) == sum(last.delays.values()) == 3 * TURNS * 2
+
+
+def test_a_state_that_is_put_back_where_it_was_changes_nothing_of_the_count() -> None:
+    """As a training does when its callbacks have begun, in the middle of a round, too."""
+    told = list[events.Event]()
+    before, after = team(1, [0, 1, 2], [3]), team(2, [0, 2], [3])
+
+    class PutBack(Replica):
+        def heal(self, holds: bool) -> None:
+            super().heal(holds)
+            self.strategy.configure = partial(self.configure_and_put_back, self.strategy.configure)  # type: ignore[method-assign]
+
+        def configure_and_put_back(self, configure: Callable[..., None], membership: Membership | None) -> None:
+            configure(membership)
+            if membership is not None:
+                self.strategy.state_in(copy.deepcopy(self.strategy.state_out()))
+
+    broken_round(before, after, lost=1, at=3, kind_of_replica=PutBack, emit=told.append)
+    found = summed(told)
+    assert (found.acknowledged, found.applied, found.lost) == (TURNS * 3, TURNS * 3, 0)

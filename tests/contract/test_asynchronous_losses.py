@@ -3,13 +3,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 from broken_rounds import LOSSES, SERVERS_LOST, broken_round
-from racing_rounds import TURNS, WAYS, assert_counted_once, team
+from racing_rounds import MICROBATCHES, TURNS, WAYS, Replica, assert_counted_once, lives, sized, team
+from ranks import in_threads, network
+from torch import Tensor
 
 from unisono.core import events
-from unisono.core.errors import SlicesLost
+from unisono.core.errors import PeerLost, SlicesLost
 from unisono.core.membership import Membership
+from unisono.parallel.owner import Owner
 
 pytestmark = pytest.mark.usefixtures("one_thread_each")
 
@@ -71,6 +79,69 @@ def test_with_two_copies_a_worker_that_is_a_server_too_may_be_lost(lost: int, at
     for weight in found:
         assert_counted_once(weight)
     check_nothing_is_lost(told, TURNS * 3, after)
+
+
+@pytest.mark.parametrize("after", [team(2, [0, 1]), team(2, [1, 0]), team(2, [1], [0]), team(2, [0], [1])])
+def test_who_had_not_begun_a_round_that_was_broken_off_goes_on_where_the_others_are(
+    after: Membership, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One owner has made an update already, of a piece that would not be one of the new generation. That cannot be with
+    pulled weights: nobody gets any from who has not begun."""
+    before, is_made, told = team(1, [0, 1, 2]), threading.Event(), list[events.Event]()
+    see: Callable[..., Any] = Owner._see
+
+    def seeing(owner: Owner, *arguments: Any) -> Any:
+        found = see(owner, *arguments)
+        is_made.set()
+        return found
+
+    with network("threads", 15) as net:
+        comms = net.comms(before.members)
+        all_have_met = threading.Barrier(3)
+
+        def life(number: int) -> Tensor | None:
+            replica = Replica(comms[number], None, copies=2, rounds=2, fresh="push", emit=told.append)
+            comms[number].reconfigure(before)
+            replica.strategy.configure(before)
+            replica.round(before)
+            all_have_met.wait(15)
+            if number == 1:
+                assert is_made.wait(15)
+                net.hub.abort(2)
+            else:
+                monkeypatch.setattr(Owner, "_see", seeing)
+                with pytest.raises(PeerLost):
+                    replica.round(before, 1)
+            replica.strategy.configure(None)
+            if number == 2:
+                return None
+            comms[number].reconfigure(after)
+            replica.heal(True)
+            replica.strategy.configure(after)
+            replica.round(after, 1)
+            replica.strategy.close()
+            return replica.model.weight.detach().clone()
+
+        found = in_threads([partial(life, number) for number in before.members], 40)
+    for weight in found[:2]:
+        assert_counted_once(weight)
+    assert [event.applied for event in told if isinstance(event, events.Staleness)] == [TURNS * 3] * 2
+
+
+def test_who_copies_the_state_of_the_next_round_has_seen_nothing_of_it() -> None:
+    """Pieces of all rounds are called alike."""
+    membership = sized(1, 0)
+
+    def life(replica: Replica) -> Replica:
+        replica.round(membership)
+        return replica
+
+    (ahead,), (behind,) = lives(membership, life, None, rounds=2), lives(membership, life, None, rounds=2)
+    (one,) = (one for held in behind.strategy._held.values() for one in held)
+    assert len(one.seen) == TURNS, "it was stopped before it began another"
+    ahead.strategy.begin_step([1 / MICROBATCHES] * MICROBATCHES)
+    behind.strategy.state_in(ahead.strategy.state_out())
+    assert not one.seen
 
 
 def check_nothing_is_lost(told: list[events.Event], pieces: int, after: Membership) -> None:

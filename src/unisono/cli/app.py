@@ -198,7 +198,9 @@ def run(
     ] = None,
     copies: Annotated[
         int | None,
-        typer.Option(help="With --strategy ps: servers that hold each slice (default 1).", metavar="N"),
+        typer.Option(
+            help="With --strategy ps: servers that hold each slice (default 1); without servers, workers.", metavar="N"
+        ),
     ] = None,
     delayed: Annotated[
         str | None,

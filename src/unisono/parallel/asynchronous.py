@@ -93,11 +93,13 @@ class Asynchronous(ParameterServer):
         if membership is None:
             self._break_round()
         else:
+            if self._round != self.version:  # the others may be in the next round, whose pieces are called alike
+                self._forget_round()
             self.tallies.begin_generation(membership, self.comm.rank)
         try:
             super().configure(membership)
         except SlicesLost:
-            self._put_together()
+            put_together(self.comm, self.tallies, ())
             raise
         if membership is not None:
             self._of_buffers = DirectReducer(self.comm, membership, exact=False)
@@ -107,7 +109,9 @@ class Asynchronous(ParameterServer):
             found = ask_what_was_seen(self.comm, self._held, self._ranges, self.version, self._round, self._outgoing)
             self._finished = found.finished
             self._ranges = found.ranges or [membership.ranges[rank] for rank in membership.workers]
-            self._put_together()
+            if found.ranges:  # who had not begun the round does so where the others are
+                self._round = self.version
+            put_together(self.comm, self.tallies, self._finished)
             if self._coding.feedback and self._gradients is not None:
                 layout, step = self._gradients.layout, f"in round {self.version + 1}"
                 self._debts.settle(self.comm, membership, self._outgoing, layout, step)
@@ -140,13 +144,15 @@ class Asynchronous(ParameterServer):
         """Each piece is counted by itself."""
 
     def state_out(self) -> dict[str, Any]:
-        told = {"round": self._round, "ranges": bounds(self._ranges), "history": self.tallies.history}
-        return {**super().state_out(), **told}
+        history = [[*row] for row in self.tallies.history]
+        return {**super().state_out(), "round": self._round, "ranges": bounds(self._ranges), "history": history}
 
     def state_in(self, state: dict[str, Any]) -> None:
         super().state_in(state)
+        if self._round != state.get("round", -1):
+            self._forget_round()
         self._round = state.get("round", -1)
-        self.tallies.go_on_from(state.get("history", []))
+        self.tallies.history = [[*row] for row in state.get("history", [])]
         self._ranges = [range(*bounds) for bounds in state.get("ranges", [])]
         if not self._begun:  # from a checkpoint: what has not been said since belongs to steps that are gone
             self._outgoing = Outgoing(self.comm, self._coding)
@@ -161,12 +167,16 @@ class Asynchronous(ParameterServer):
     def steps_in(self, turns: int) -> int:
         return turns
 
-    def _put_together(self) -> None:
-        put_together(self.comm, self.tallies, self._finished, self._round == self.version)
+    def _forget_round(self) -> None:
+        """What was seen and counted belongs to a round that is over."""
+        self.tallies.begin_round()
+        for held in self._held.values():
+            for one in held:
+                one.seen = {}
 
     def undone(self, steps: int) -> tuple[int, int]:
         """Acknowledged updates: of the last so many steps, and of the round that was broken off after them."""
-        return self.tallies.in_last(steps), self.tallies.before[1] if self._round == self.version else 0
+        return self.tallies.in_last(steps), self.tallies.before[1]
 
     # --- a round: what a worker does
 
@@ -175,10 +185,7 @@ class Asynchronous(ParameterServer):
         self._trains = False
         if self._round != self.version:
             self._round = self.version
-            self.tallies.begin_round()
-            for held in self._held.values():
-                for one in held:
-                    one.seen = {}
+            self._forget_round()
 
     def work(self, mine: range, turns: int) -> Iterator[tuple[int, int]]:
         """The microbatches to compute, as the clock hands them out, and the turn of each."""

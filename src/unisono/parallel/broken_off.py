@@ -6,9 +6,8 @@ All members of a new generation ask each other, together, when their slices have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 
 from unisono.comm.handing import hand_round
 from unisono.comm.seam import Comm
@@ -36,29 +35,29 @@ def ask_what_was_seen(
     round_: int,
     outgoing: Outgoing,
 ) -> Found:
-    """Finished is what every owner has seen. Codes learn from whom their last piece was seen."""
+    """Finished is what every owner has seen; one that had not begun the round has seen nothing, and goes on with the
+    ranges of the others. Codes learn from whom their last piece was seen."""
     slices = [one for some in held.values() for one in some]
     mine = [[*piece, loss] for piece, loss in slices[0].seen.items()] if slices else []
     mine = [row for row in mine if all(tuple(row[:3]) in one.seen for one in slices)]
     parts = [[place[0], one.start, one.stop, [*one.seen]] for place, some in held.items() for one in some]
     tree = {"owns": bool(slices), "round": round_, "seen": mine, "ranges": bounds(ranges), "parts": parts}
     trees = hand_round(comm, tree, range(comm.size), _TAG)
-    under_way = [tree for tree in trees if tree["owns"] and tree["round"] == version]
     outgoing.made(
         (bucket, start, stop)
-        for tree in under_way
+        for tree in trees
         for bucket, start, stop, pieces in tree["parts"]
         if any(tuple(piece) == outgoing.under_way for piece in pieces)
     )
     outgoing.under_way = None
-    if not under_way or len(under_way) < sum(tree["owns"] for tree in trees):
+    under_way = [tree for tree in trees if tree["round"] == version]
+    if not under_way:
         return Found({}, [])
-    rows = [{tuple(row[:3]): row[3] for row in tree["seen"]} for tree in under_way]
+    rows = [{tuple(row[:3]): row[3] for row in tree["seen"]} for tree in trees if tree["owns"]] or [{}]
     finished = {piece: loss for piece, loss in rows[0].items() if all(piece in row for row in rows)}
     return Found(finished, [range(*bounds) for bounds in under_way[0]["ranges"]])
 
 
-def put_together(comm: Comm, tallies: Tallies, finished: Seen, was_in_it: bool) -> None:
+def put_together(comm: Comm, tallies: Tallies, finished: Iterable[tuple[int, int, int]]) -> None:
     """What became of the pushes; the same on all from then on."""
-    trees = hand_round(comm, tallies.as_tree() if was_in_it else {}, range(comm.size), _TAG)
-    tallies.merge(trees, starmap(Piece, finished))
+    tallies.merge(hand_round(comm, tallies.as_tree(), range(comm.size), _TAG), [Piece(*piece) for piece in finished])

@@ -141,10 +141,12 @@ class Owner:
             if question.what == PULL:
                 return Words(WEIGHTS, *self._fresh(rank, known))
             delay = self._tallies.updates - known if known >= 0 else 0
+            piece = Piece(*question.numbers[1:4])
+            self._tallies.own.heard.add(piece)
             made = self._update(rank, question, delay)
             if question.what == PART:
                 return Words(SEEN)
-            self._tallies.answered(Piece(*question.numbers[1:4]), delay)
+            self._tallies.answered(piece, delay)
             updates = self._tallies.updates
         with self._news:
             self._news.notify_all()

@@ -29,6 +29,7 @@ class Account:
 
     owners: tuple[int, ...] = ()  # workers, not ranks
     pushed: set[Piece] = field(default_factory=set)
+    heard: set[Piece] = field(default_factory=set)  # an owner has something of them
     told: set[Piece] = field(default_factory=set)  # whoever pushed it knows that it was made
     answered: dict[int, set[Piece]] = field(default_factory=dict)  # by owner
 
@@ -39,12 +40,12 @@ class Account:
         if known:
             of_all = set.intersection(*known)
             self.told |= of_all if set(self.owners) <= self.answered.keys() else of_all & {*finished}
-            self.pushed |= set.union(*known)
         self.answered = {}
 
     def as_tree(self) -> dict[str, Any]:
         answered = {owner: [*pieces] for owner, pieces in self.answered.items()}
-        return {"owners": self.owners, "pushed": [*self.pushed], "told": [*self.told], "answered": answered}
+        pushed = [*self.pushed | self.heard]
+        return {"owners": self.owners, "pushed": pushed, "told": [*self.told], "answered": answered}
 
     def add(self, tree: Mapping[str, Any]) -> None:
         self.owners = self.owners or tree["owners"]
@@ -68,11 +69,6 @@ class Tallies:
         self.leads = Counter[int]()  # steps that a piece was ahead of the oldest when it began, if we kept time
         self._accounts: dict[int, Account] = {}  # by generation
         self._open()
-
-    def go_on_from(self, history: Sequence[Sequence[int]]) -> None:
-        """This member has copied another's state, or read a checkpoint."""
-        self.history = [[*row] for row in history]
-        self.begin_round()
 
     def begin_generation(self, membership: Membership, rank: int) -> None:
         self._membership, self._me = membership, membership.members[rank]
