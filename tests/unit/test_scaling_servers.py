@@ -187,6 +187,12 @@ def test_with_as_many_servers_as_copies_there_may_be_fewer() -> None:
     assert serving(run) == [2, 3]
 
 
+@pytest.mark.parametrize(("least", "is_possible"), [(1, False), (2, True)])
+def test_without_servers_workers_hold_the_copies_if_there_are_always_enough(least: int, is_possible: bool) -> None:
+    run = Pretend(least, 2, 8, servers=2, servers_here=2, copies=2).begin(4)
+    assert scale(run, servers=0).ok == is_possible
+
+
 def test_a_run_whose_members_must_stay_the_same_keeps_its_servers() -> None:
     run = Pretend(2, 2, 2, servers=1, copies=1)
     run.facts[FIXED] = "with unisono.kvstore or unisono.ps"

@@ -62,7 +62,7 @@ def why_not(roster: Roster, servers: int) -> str:
         return f"{asked}: this run has no slices for servers; start it with --strategy ps --servers {max(1, servers)}"
     if roster.is_fixed:
         return f"{asked}: this run is {roster.facts[FIXED]}, so its servers stay those it began with; start it anew"
-    if copies > max(1, servers):
+    if copies > (servers if servers > 0 else roster.rules.min):  # without servers, workers hold them
         return (
             f"{asked}: this run keeps {copies} copies of each slice, each on another server (--copies {copies}); "
             f"ask for {copies} or more, or start it with fewer copies"
