@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers die, leave and come while gradients travel compressed.
+"""Workers die, hang, fall silent, leave and come, and so does the coordinator, while gradients travel compressed.
 
 A codec that keeps nothing has the bits of a calm run whatever happens. One with error feedback keeps what it has not
 sent yet with each microbatch: it moves along when workers come and go, is saved, and is lost only with a worker that
@@ -54,6 +54,41 @@ def test_workers_are_killed_and_the_bits_of_a_codec_that_keeps_nothing_stay(code
     with begin(SCRIPT, tmp_path, "--compress", codec, faults=faults) as run:
         run.until_fired(2)
         run.check(run.hurry(), expected, faults)
+        assert not lost(run)
+
+
+def test_every_kind_of_fault_leaves_the_bits_of_a_codec_that_keeps_nothing(tmp_path: Path) -> None:
+    """One worker after the other: with a flipped bit, killed, silent while it gives the state to a joiner, and hung."""
+    expected = calm(tmp_path / "calm", "int8")
+    faults = [
+        Fault("slow", 0, 2, factor=2.0, until=9),
+        Fault("freeze", 3, 3, "collective", seconds=0.2),
+        Fault("corrupt", 1, 5),
+        Fault("kill", 0, 8, "collective"),
+        Fault("drop", 3, 8, "heal"),
+        Fault("hang", 2, 12, "data"),
+    ]
+    options = ("--compress", "int8", "--verify-every", "1", "--hang-after", "4")
+    with begin(SCRIPT, tmp_path, *options, faults=faults) as run:
+        run.until_fired(len(faults))
+        run.until(lambda: run.members and not set(run.members) & {0, 1, 2, 3}, "others in their places")
+        run.check(run.hurry(), expected, faults)
+        assert {event.who for event in run.of(events.WorkerRemoved) if event.how == "corrupt"} == {1}
+
+
+def test_the_coordinator_dies_and_what_was_not_sent_yet_is_sent_all_the_same(tmp_path: Path) -> None:
+    """Between its two deaths a worker leaves, and hands over what it keeps."""
+    expected = calm(tmp_path / "calm", "onebit")
+    with begin(SCRIPT, tmp_path, "--compress", "onebit", workers="1:3") as run:
+        run.until_step(4)
+        run.kill_coordinator()
+        run.until_step(run.step + 3)
+        os.kill(run.it.worker_pid(1), signal.SIGTERM)
+        run.until_many(2)
+        run.kill_coordinator()
+        run.until_step(run.step + 3)
+        run.check(run.hurry(), expected)
+        assert [event.number for event in run.of(events.CoordinatorStarted)] == [1, 2, 3]
         assert not lost(run)
 
 
