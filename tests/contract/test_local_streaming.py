@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from local_rounds import OPTIMIZERS, Rounds, assert_same_bits, by_hand_in_fragments, by_unisono
+from local_rounds import OPTIMIZERS, REPLICAS, Rounds, assert_same_bits, by_hand_in_fragments, by_unisono
 from ranks import together
-from torch import nn
+from torch import Tensor, nn
 
 from models import CASES
+from unisono.comm.faulty import FaultyComm
 from unisono.comm.seam import Comm
 from unisono.core.errors import SetupError
+from unisono.core.membership import even
 from unisono.parallel.local import LocalSteps
+from unisono.parallel.strategy import Microbatch
 from unisono.parallel.streaming import Streaming, fragments_of
 
 LOCALS = {
@@ -67,6 +72,65 @@ def test_the_bits_are_the_same_on_any_number_of_workers(local: str, model: str) 
         ours, others = by_unisono(plain, case.optimizer, rounds, LOCALS[local], workers, kind)
         assert others == losses
         assert_same_bits(ours, alone)
+
+
+class SlowRound:
+    """A worker's round of two local steps, whose first exchange takes until the second local step is being computed."""
+
+    patience_s = 5.0  # if that never happens
+
+    def __init__(self, comm: Comm) -> None:
+        self.order: list[str] = []
+        self._on_its_way, self._went_on = threading.Event(), threading.Event()
+        self._model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        sgd, local = torch.optim.SGD(self._model.parameters(), lr=0.1), LocalSteps(h=2, fragments=2)
+        self._strategy = Streaming(self._model, sgd, FaultyComm(comm, self._exchanging), local=local)
+
+    def _exchanging(self) -> None:
+        if self.order and not self._on_its_way.is_set():
+            self.order.append("the first fragment leaves")
+            self._on_its_way.set()
+            self._went_on.wait(self.patience_s)
+            self.order.append("the first fragment has come")
+
+    def _first(self) -> Tensor:
+        self.order.append("the first local step")
+        return self._loss()
+
+    def _second(self) -> Tensor:
+        if not self._went_on.is_set():
+            self._on_its_way.wait(self.patience_s)
+            self.order.append("the second local step")
+            self._went_on.set()
+        return self._loss()
+
+    def _loss(self) -> Tensor:
+        return self._model(torch.ones(2, 3)).square().sum()
+
+    def run(self, rank: int) -> list[str]:
+        members = even(1, (0, 1), REPLICAS)
+        try:
+            self._strategy.configure(members)
+            self._strategy.begin_step([1 / REPLICAS] * REPLICAS)
+            for replica in members.ranges[rank]:
+                self._strategy.forward_backward(
+                    Microbatch(0, replica, 1 / REPLICAS, (0.5, 0.5)), self._first, self._second
+                )
+            self._strategy.step(self._strategy.reduce([]).loss, lambda: 0.0)
+        finally:
+            self._strategy.close()
+        return self.order
+
+
+def test_the_next_local_step_is_computed_while_a_fragment_is_on_its_way() -> None:
+    members = even(1, (0, 1), REPLICAS)
+    for order in together("threads", 2, lambda comm: SlowRound(comm).run(comm.rank), membership=members):
+        assert order == [
+            *["the first local step"] * 2,  # of both replicas
+            "the first fragment leaves",
+            "the second local step",
+            "the first fragment has come",
+        ]
 
 
 def test_what_fragments_cannot_do_is_refused() -> None:
