@@ -22,7 +22,7 @@ from unisono.wire.certificate import Certificate
 
 KINDS = ("threads", "gloo", "mesh")
 COMM_KINDS = (*KINDS, "mesh-tls")
-INTERRUPTIBLE = ("threads", "mesh", "mesh-tls")  # gloo cannot be woken out of a wait
+INTERRUPTIBLE = ("threads", "mesh", "mesh-tls")  # and nobody waits for a message to be asked for, as with gloo
 
 
 @functools.cache

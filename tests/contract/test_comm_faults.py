@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import INTERRUPTIBLE, Network, in_threads, network
+from ranks import COMM_KINDS, INTERRUPTIBLE, Network, in_threads, network
 from torch import Tensor
 
 from unisono.comm.seam import Comm, Message
@@ -37,7 +37,13 @@ def receive(comm: Comm, peer: int, tag: int = 1) -> float:
     return box.item()
 
 
-@pytest.mark.parametrize("kind", INTERRUPTIBLE)
+def passed_on(sender: Comm, receiver: Comm, value: float) -> float:
+    """What arrives, both sides at it at once: a message may wait until it is asked for."""
+    jobs = [partial(send, sender, receiver.rank, value), partial(receive, receiver, sender.rank)]
+    return float(in_threads(jobs)[1])
+
+
+@pytest.mark.parametrize("kind", COMM_KINDS)
 class TestAbort:
     def test_it_ends_a_wait_at_once(self, kind: str) -> None:
         with network(kind) as net:
@@ -86,8 +92,7 @@ class TestAbort:
             comms = net.comms(range(2))
             form(net, comms, 5, (0, 1))
             comms[0].abort(5)
-            send(comms[1], 0, 3.0)
-            assert receive(comms[0], 1) == 3.0
+            assert passed_on(comms[1], comms[0], 3.0) == 3.0
             close(comms)
 
     def test_a_generation_that_is_over_cannot_be_formed_any_more_but_the_next_can(self, kind: str) -> None:
@@ -99,9 +104,20 @@ class TestAbort:
                 with pytest.raises(PeerLost, match="generation 2 was aborted"):
                     comm.reconfigure(net.membership(2, (0, 1)))
             form(net, comms, 3, (0, 1))
-            send(comms[0], 1, 4.0)
-            assert receive(comms[1], 0) == 4.0
+            assert passed_on(comms[0], comms[1], 4.0) == 4.0
             close(comms)
+
+
+@pytest.mark.parametrize("kind", ["gloo", *MESHES])
+def test_abort_ends_the_forming_of_a_generation_that_somebody_never_joins(kind: str) -> None:
+    with network(kind) as net:
+        comms = net.comms(range(3))
+        threading.Timer(0.2, comms[0].abort, (2,)).start()
+        with pytest.raises(PeerLost, match="generation 1 was aborted"):
+            comms[0].reconfigure(net.membership(1, (0, 1, 2)))
+        form(net, comms, 2, (0, 2))
+        assert passed_on(comms[0], comms[2], 5.0) == 5.0
+        close(comms)
 
 
 @pytest.mark.parametrize("kind", INTERRUPTIBLE)

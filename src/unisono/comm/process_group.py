@@ -8,8 +8,10 @@ through a file named by the membership, private to the run: no port to collide o
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,7 @@ class _Works:
     """Several torch works as one Pending. Holds the tensors: gloo reads and writes their memory until the end."""
 
     works: list[tuple[Any, Tensor, int]]  # (work, tensor, peer)
+    check: Callable[[], None]  # raises if the generation is over
     staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (where it arrives, where it is wanted)
 
     def wait(self) -> None:
@@ -37,6 +40,7 @@ class _Works:
             try:
                 work.wait()
             except RuntimeError as error:
+                self.check()
                 raise _lost(peer, error) from None
         for arrived, target in self.staged:
             target.copy_(arrived)
@@ -57,6 +61,7 @@ class ProcessGroupComm:
         self.rank, self.size, self.generation = 0, 1, 0
         self._group: Any = None
         self._before = 0  # generations below this are over
+        self._news = threading.Event()  # of that, for whoever is forming one
 
     def reconfigure(self, membership: Membership) -> None:
         self.close()
@@ -69,17 +74,23 @@ class ProcessGroupComm:
         files = _c10d.FileStore(membership.meeting_point, self.size)
         store = _c10d.PrefixStore(f"generation-{self.generation}", files)
         store.set_timeout(self.patience)
-        try:
-            if self.backend == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
-            else:
-                self._group = _gloo(store, self.rank, self.size, self.patience)
-        except RuntimeError as error:
-            raise _lost(-1, error) from None
+        make = _nccl if self.backend == "nccl" else _gloo
+        self._group = self._formed(lambda: make(store, self.rank, self.size, self.patience))
         self._raise_if_over()  # abort() may have come before there was a group to drop
         # Formed means formed for all: one who leaves again at once must not break the others' connecting.
         self.gather(torch.zeros(1))
+
+    def _formed(self, make: Callable[[], Any]) -> Any:
+        """By a thread, which is left behind if the generation is over before all have come: nothing can wake it."""
+        forming = _Forming(make, self._news)
+        forming.start()
+        while not forming.is_over:
+            self._news.wait()
+            self._news.clear()
+            self._raise_if_over()
+        if forming.error is not None:
+            raise _lost(-1, forming.error) from None
+        return forming.group
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
         self._raise_if_over()
@@ -110,7 +121,7 @@ class ProcessGroupComm:
                 works = [(batch, tensor, peer) for _, tensor, peer in works]
         except RuntimeError as error:
             raise _lost(-1, error) from None
-        return _Works(works, staged)
+        return _Works(works, self._raise_if_over, staged)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         own = self._within_reach(tensor)
@@ -140,7 +151,7 @@ class ProcessGroupComm:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]  # type: ignore[assignment]
         try:
-            works = _Works([(self._group.allreduce([own], options), own, -1)])
+            works = _Works([(self._group.allreduce([own], options), own, -1)], self._raise_if_over)
         except RuntimeError as error:
             raise _lost(-1, error) from None
         if own is tensor:
@@ -156,14 +167,18 @@ class ProcessGroupComm:
         return tensor.contiguous()
 
     def abort(self, before: int) -> None:
-        """The best there is: NCCL gives up, and so does the next call, but a gloo wait under way goes on.
-
-        It ends when its connection breaks or its patience does. Nor can gloo's forming of a group be interrupted.
-        """
         self._before = max(self._before, before)
+        self._news.set()
         group = self._group
-        if group is not None and self.generation < before:
+        if group is None or self.generation >= before:
+            return
+        if self.backend == "nccl":
             group.abort()
+            return
+        # What is called abort in gloo wakes nobody. A receive that runs out of patience closes all of the group's
+        # connections, and with them ends whatever waits in it.
+        with contextlib.suppress(RuntimeError):
+            group.recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_TAG).wait(_NO_PATIENCE)
 
     def _raise_if_over(self) -> None:
         if self.generation < self._before:
@@ -175,7 +190,31 @@ class ProcessGroupComm:
         self._group = None
 
 
-_GATHER_TAG, _BROADCAST_TAG = 1 << 28, (1 << 28) + 1  # above any tag of a caller
+_GATHER_TAG, _BROADCAST_TAG, _NEVER_TAG = 1 << 28, (1 << 28) + 1, (1 << 28) + 2  # above any tag of a caller
+_NO_PATIENCE = datetime.timedelta(milliseconds=1)
+
+
+class _Forming(threading.Thread):
+    """Makes a group: `news` is set when it is there, or cannot be."""
+
+    def __init__(self, make: Callable[[], Any], news: threading.Event) -> None:
+        super().__init__(name="unisono-forming", daemon=True)
+        self._make, self._news = make, news
+        self.group: Any = None
+        self.error: RuntimeError | None = None
+        self.is_over = False
+
+    def run(self) -> None:
+        try:
+            self.group = self._make()
+        except RuntimeError as error:
+            self.error = error
+        self.is_over = True
+        self._news.set()
+
+
+def _nccl(store: _c10d.Store, rank: int, size: int, _: datetime.timedelta) -> Any:
+    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 
 def _gloo(store: _c10d.Store, rank: int, size: int, patience: datetime.timedelta) -> Any:
