@@ -21,7 +21,7 @@ from unisono.core.membership import Membership, even
 from unisono.core.run_dir import RunDir
 from unisono.core.spec import build_run_spec
 from unisono.train.context import Context, Place
-from unisono.train.meeting import open_mesh
+from unisono.train.meeting import open_comm
 
 PATIENCE_S = 5.0
 
@@ -36,7 +36,9 @@ def folder() -> Iterator[Path]:
 def opened(folder: Path, plaintext: bool) -> MeshComm:
     spec = build_run_spec({"plaintext": plaintext}, "test")
     place = Place(folder, host="here", bind="127.0.0.1", credentials=dataclasses.asdict(credentials()))
-    return open_mesh(Context(spec, RunDir(folder), 0, lambda _: None, place=place))
+    comm, _ = open_comm(Context(spec, RunDir(folder), 0, lambda _: None, place=place), "cpu")
+    assert isinstance(comm, MeshComm)
+    return comm
 
 
 def heard(comm: MeshComm, other: MeshComm, membership: Membership) -> float:

@@ -10,6 +10,7 @@ import pytest
 from multiproc.running import run_command, run_unisono
 from multiproc.scripts import SMALL
 from unisono.core import events
+from unisono.core.faults import Fault, FaultPlan
 
 # Large enough for codes and algorithms to matter: buckets of 17,000 elements and more.
 SCRIPT = (
@@ -53,6 +54,26 @@ def test_one_line_says_how_tensors_travel_unless_nobody_else_is_there(tmp_path: 
     assert "tensors travel" not in alone.output
 
 
+def test_gloo_carries_the_same_bits_and_a_death_does_not_change_them(alone: str, tmp_path: Path) -> None:
+    """What is taken where there is no mesh, asked for here."""
+    (tmp_path / "plan.toml").write_text(FaultPlan((Fault("kill", 1, 4, "collective"),)).as_toml())
+    killed = ("--backend", "gloo", "--faults", "plan.toml", "--max-restarts", "0")
+    finished = run_unisono(SCRIPT, tmp_path, *OPTIONS, *killed, workers="1:3")
+    assert "\ntensors travel by gloo, not encrypted (--backend gloo)\n" in finished.output
+    assert [event.fault for event in finished.events_of(events.FaultFired)] == ["kill"]
+    assert [event.members for event in finished.events_of(events.MembershipChanged)] == [[0, 1, 2], [0, 2]]
+    assert finished.weights_sha256 == alone
+
+
+def test_gloo_carries_what_replicas_of_several_ranks_add_up(tmp_path: Path) -> None:
+    """The first ranks of all replicas meet by themselves, and so do the second ones."""
+    found = {
+        run_unisono(SCRIPT, tmp_path, "--mesh", "dp=2,fsdp=2", "--backend", name, workers=None).weights_sha256
+        for name in ("mesh", "gloo")
+    }
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("name", ["ring", "backend"])
 def test_an_algorithm_that_cannot_keep_the_order_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     finished = run_unisono(SCRIPT, tmp_path, *OPTIONS, "--comm", name, workers=2, expect=None)
@@ -78,6 +99,9 @@ def test_a_codec_gives_the_same_bits_on_any_number_of_workers(codec: str, alone:
         (("--compress", "int8", "--comm", "tree"), "codes cannot be added on their way"),
         (("--local-steps", "4"), "--local-steps cannot take effect"),
         (("--fragments", "2"), "it belongs to the strategy local"),
+        (("--backend", "gloo", "--listen", "127.0.0.1"), "reaches nobody on another machine; leave out --listen"),
+        (("--backend", "gloo", "--strategy", "ps"), "does not carry what servers are asked; leave out --strategy ps"),
+        (("--backend", "glo"), "'mesh' or 'gloo'"),
     ],
 )
 def test_what_cannot_take_effect_is_refused(options: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def test_the_keys_of_a_run_have_these_defaults() -> None:
         "keep_best": "",
         "resume": "auto",
         "comm": "auto",
+        "backend": "auto",
         "compress": "",
         "strategy": "",
         "local_steps": None,

@@ -162,6 +162,10 @@ def run(
             metavar="NAME",
         ),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="What carries tensors between CPUs: auto (default), mesh, or torch's gloo.", metavar="NAME"),
+    ] = None,
     compress: Annotated[
         str | None,
         typer.Option(
@@ -275,8 +279,8 @@ def run(
         "rejoin_within": rejoin_within, "hang_after": hang_after, "grace": grace, "verify_every": verify_every,
         "balance": balance, "listen": listen, "local": local, "faults": faults, "checkpoint_every": checkpoint_every,
         "checkpoint_to": checkpoint_to, "checkpoint_key": checkpoint_key, "keep": keep, "keep_every": keep_every,
-        "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "compress": compress,
-        "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
+        "keep_best": keep_best, "resume": resume, "stop_after": stop_after, "comm": comm, "backend": backend,
+        "compress": compress, "strategy": strategy, "local_steps": local_steps, "outer": outer, "fragments": fragments,
         "servers": servers, "local_servers": local_servers, "staleness": staleness, "copies": copies,
         "delayed": delayed, "fresh": fresh, "round_steps": round_steps, "mesh": mesh, "zero": zero, "offload": offload,
         "schedule": schedule, "chunks": chunks, "plaintext": plaintext, "noise_every": noise_every,

@@ -56,6 +56,7 @@ def comm(
     seconds: Annotated[float, typer.Option(help="Time for all algorithms and sizes.", min=1)] = 40.0,
     largest: Annotated[int, typer.Option(help="The largest vector in MB.", min=1)] = _LARGEST >> 20,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "cpu",
+    backend: Annotated[str, typer.Option(help="What carries tensors between CPUs: auto, mesh or gloo.")] = "auto",
     run_dir: Annotated[str | None, typer.Option(help="Directory for plot and numbers (default: runs/NAME).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON instead of tables.")] = False,
 ) -> None:
@@ -80,7 +81,7 @@ def comm(
     settings = json.dumps({"seconds": seconds, "most_bytes": largest << 20})
     values = {
         "script": str(SCRIPT), "args": [settings], "workers": str(count), "device": device, "max_restarts": 0,
-        "resume": "never", "rejoin_within": 10.0 if not listen else 300.0, "balance": False,
+        "resume": "never", "rejoin_within": 10.0 if not listen else 300.0, "balance": False, "backend": backend,
     }  # fmt: skip
     if listen:
         values |= {"listen": listen, "local": local or 1}

@@ -102,6 +102,7 @@ class RunSpec(BaseModel):
     keep_best: str = ""
     resume: Literal["auto", "never", "force"] = "auto"
     comm: Literal["auto", "direct", "ring", "tree", "double-tree", "halving", "hierarchical", "backend"] = "auto"
+    backend: Literal["auto", "mesh", "gloo"] = "auto"
     compress: str = ""
     strategy: Literal["", "allreduce", "local", "ps"] = ""
     local_steps: int | None = Field(default=None, ge=1)
@@ -224,6 +225,17 @@ class RunSpec(BaseModel):
                 f"without servers, {self.copies} copies of each slice need as many workers, and there may be as few as "
                 f"{self.workers.min}; write --workers {self.copies}:{max(self.copies or 1, self.workers.max)}, or add "
                 f"--servers {self.copies}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gloo_reaches(self) -> Self:
+        """Said again by `comm.transport`, where gloo is all that there is."""
+        if self.backend == "gloo" and self.listen:
+            raise ValueError("--backend gloo reaches nobody on another machine; leave out --listen, or --backend")
+        if self.backend == "gloo" and self.strategy == "ps":
+            raise ValueError(
+                "--backend gloo does not carry what servers are asked; leave out --strategy ps, or --backend"
             )
         return self
 

@@ -6,13 +6,13 @@ Called once, when the workers have met; everything is told by the first of them.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from unisono.comm.mesh_address import hosts_of
-from unisono.comm.transport import choose, describe
+from unisono.comm.transport import describe
 from unisono.core import events
 from unisono.train.job import Job
+from unisono.train.meeting import transport_of
 from unisono.train.resuming import Home, TakenUp
 
 
@@ -52,9 +52,10 @@ def _transport(job: Job) -> str:
     membership = job.session.membership
     assert membership is not None
     workers, hosts = len(membership.members), len(set(hosts_of(membership)))
-    transport = choose(job.device.type, hasattr(os, "eventfd"))
+    spec = job.context.spec
     without_memory = getattr(job.comm, "notice", "")
-    return describe(transport, hosts, workers, not job.context.spec.plaintext, without_memory)
+    transport = transport_of(job.context, job.device.type)
+    return describe(transport, hosts, workers, not spec.plaintext, without_memory, spec.backend)
 
 
 def _hash_of(dataset: Any) -> str:

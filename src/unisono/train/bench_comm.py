@@ -22,7 +22,6 @@ from unisono.comm.autopilot_choice import Trial, choose
 from unisono.comm.autopilot_trials import race, share_a_clock, vectors
 from unisono.comm.links import gather, host_names, measure, slowest
 from unisono.comm.mesh_address import hosts_of
-from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.reducers import make
 from unisono.comm.reducers.cost import Links
 from unisono.comm.reducers.seam import Reducer
@@ -36,7 +35,7 @@ from unisono.elastic.fault_points import NO_FAULTS
 from unisono.elastic.session import Session
 from unisono.train import numerics
 from unisono.train.context import Context, current
-from unisono.train.meeting import NoReplica, open_mesh
+from unisono.train.meeting import NoReplica, open_comm
 from unisono.wire.messages import Finished
 
 FIRST_BYTES, GROWTH = 1 << 10, 4
@@ -53,7 +52,7 @@ def main() -> None:
     if place is None or context.station is None:
         raise SetupError("a worker alone has no links to measure", do="start it with: unisono bench comm --workers 2")
     device = numerics.choose_device(context.spec.device, place.slot, place.local)
-    comm, address = _open_comm(context, device)
+    comm, address = open_comm(context, device.type)
     session = Session(
         context.worker, comm, context.station, context.emit, context.activity, NO_FAULTS, str(place.scratch / "members")
     )
@@ -77,13 +76,6 @@ def main() -> None:
         context.activity.now(AFTERWARDS)
     finally:
         comm.close()
-
-
-def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
-    if device.type == "cuda":
-        return ProcessGroupComm(context.worker, "nccl"), ""
-    mesh = open_mesh(context)
-    return mesh, mesh.address
 
 
 def _run(

@@ -14,8 +14,6 @@ from typing import NoReturn
 
 import torch
 
-from unisono.comm.seam import Comm
-from unisono.comm.threads import Hub, ThreadComm
 from unisono.core import events
 from unisono.core.errors import SetupError
 from unisono.core.membership import Membership
@@ -24,9 +22,9 @@ from unisono.elastic.roster import FIXED
 from unisono.elastic.session import Session
 from unisono.elastic.station import Alone
 from unisono.train import numerics
-from unisono.train.context import Context, Place, current
+from unisono.train.context import Context, current
 from unisono.train.door_connection import NOT_ELASTIC, Connection
-from unisono.train.meeting import NoReplica, open_mesh
+from unisono.train.meeting import NoReplica, open_comm
 
 _PATIENCE_S = 3.0  # before one that has come too late says so: a run that has lost somebody is over by then
 _WITHOUT_EFFECT = (
@@ -58,7 +56,7 @@ def _opened(local: bool) -> Connection:
         if place.under_way:
             _wait_for_the_end(context)
         numerics.settle_torch(context.spec.threads, exact=False)
-    comm, address = _open_comm(context, place)
+    comm, address = open_comm(context, "cpu")
     meeting_point = str(place.scratch / "members") if place else ""
     station = context.station or Alone(1)
     session = Session(context.worker, comm, station, context.emit, context.activity, NO_FAULTS, meeting_point)
@@ -74,13 +72,6 @@ def _opened(local: bool) -> Connection:
     _refuse_fewer(context, membership)
     context.activity.now("working with the servers")
     return Connection(context, session, membership)
-
-
-def _open_comm(context: Context, place: Place | None) -> tuple[Comm, str]:
-    if place is None:
-        return ThreadComm(Hub(), context.worker), ""
-    mesh = open_mesh(context)
-    return mesh, mesh.address
 
 
 def refuse(context: Context, local: bool) -> None:

@@ -1,20 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process meets the others of a run on CPUs: its mesh; and a replica for runs in which no state travels.
+"""How a process meets the others of a run: its `Comm`; and a replica for runs in which no state travels.
 
 Called by `opening` for trainings, by `bench_comm`, and by the doors of scripts without a Trainer.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from unisono.comm.mesh import MeshComm
+from unisono.comm.process_group import ProcessGroupComm
+from unisono.comm.seam import Comm
+from unisono.comm.threads import Hub, ThreadComm
+from unisono.comm.transport import Transport, choose
 from unisono.core.membership import Membership
 from unisono.train.context import Context
 from unisono.wire.certificate import Certificate
 
 
-def open_mesh(context: Context) -> MeshComm:
+def open_comm(context: Context, device: str) -> tuple[Comm, str]:
+    """How this process speaks to the others, and the address at which they find it. `device`: the type of its own."""
+    if context.place is None:
+        return ThreadComm(Hub(), context.worker), ""
+    transport = transport_of(context, device)
+    if transport != "mesh":
+        return ProcessGroupComm(context.worker, transport), ""
+    mesh = _open_mesh(context)
+    return mesh, mesh.address
+
+
+def transport_of(context: Context, device: str) -> Transport:
+    spec, place = context.spec, context.place
+    listens = place is not None and bool(place.bind)
+    return choose(device, hasattr(os, "eventfd"), spec.backend, listens, spec.strategy == "ps")
+
+
+def _open_mesh(context: Context) -> MeshComm:
     """Encrypted between machines, unless plaintext was asked for. Who looks for hangs sees what moves in it."""
     place = context.place
     assert place is not None

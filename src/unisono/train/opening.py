@@ -7,7 +7,6 @@ its members and holds its state. Called by the trainer and by a user's own loop.
 
 from __future__ import annotations
 
-import os
 import uuid
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,10 +18,7 @@ from torch import nn
 
 from unisono.comm.faulty import faulty
 from unisono.comm.inner import ALONE, LedComm
-from unisono.comm.process_group import ProcessGroupComm
 from unisono.comm.seam import Comm
-from unisono.comm.threads import Hub, ThreadComm
-from unisono.comm.transport import choose
 from unisono.core import events
 from unisono.core.errors import SetupError
 from unisono.core.mesh import Mesh
@@ -43,7 +39,7 @@ from unisono.train.context import Context
 from unisono.train.guard import Guard
 from unisono.train.job import Job, Request
 from unisono.train.loss_scale import LossScale
-from unisono.train.meeting import open_mesh
+from unisono.train.meeting import open_comm
 from unisono.train.numerics import Update
 from unisono.train.provision import carried_bytes, check_place, checkpoint_bytes
 from unisono.train.replica import Replica, give_values, open_replica
@@ -70,7 +66,7 @@ def open_job(context: Context, request: Request) -> Job:
     if isinstance(prepared.scale, LossScale):
         request = replace(request, travellers={**request.travellers, "loss scale": prepared.scale})
     loader = _open_loader(request, spec)
-    comm, address = _open_comm(context, device)
+    comm, address = open_comm(context, device.type)
     update = Update(request.model, request.clip, request.l1)
     faults = _fault_points(context, comm, request.model)
     reached = comm if faults is NO_FAULTS else faulty(comm, lambda: faults.reach("collective"))
@@ -81,7 +77,7 @@ def open_job(context: Context, request: Request) -> Job:
         seen = loader.probe(0)
         fingerprint = numerics.fingerprint(device, spec.threads, spec.exact, seen, prepared.kernels_with(fused))
         station = context.station or Alone(spec.microbatches)
-        meeting_point = str(context.place.scratch / "members") if context.place else ""
+        meeting_point = str(context.place.scratch / f"members-{context.place.rank}") if context.place else ""
         inner = replica.world if replica else ALONE
         session = Session(context.worker, comm, station, context.emit, context.activity, faults, meeting_point, inner)
         # Servers send the weights anew with every step, so a bit that flips in a worker's does not stay.
@@ -219,24 +215,6 @@ def _open_loader(request: Request, spec: JobSpec) -> Loader:
     if spec.staleness:
         return AnybodysLoader(loader, request.data, spec.round_steps or ROUND_STEPS, spec.microbatches)
     return RoundLoader(loader, request.local.h) if request.local is not None else loader
-
-
-def _open_comm(context: Context, device: torch.device) -> tuple[Comm, str]:
-    """How this worker speaks to the others, and the address at which they find it."""
-    place = context.place
-    if place is None:
-        return ThreadComm(Hub(), context.worker), ""
-    if device.type == "cuda" and place.bind:
-        raise SetupError(
-            "GPUs on several machines are not there yet",
-            cause="workers with GPUs meet through a file, which other machines do not have",
-            do="leave out --listen, or use --device cpu",
-        )
-    transport = choose(device.type, hasattr(os, "eventfd"))
-    if transport != "mesh":
-        return ProcessGroupComm(context.worker, transport), ""
-    mesh = open_mesh(context)
-    return mesh, mesh.address
 
 
 def _fault_points(context: Context, comm: Comm, model: nn.Module) -> FaultPoints:
