@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback is real: with it 1-bit and top-k reach the loss of plain training, without it they do not."""
+"""Error feedback is real: with it 1-bit and top-k reach the loss of plain training with SGD, without it they do not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from models import CASES
 from unisono.comm.codecs import parse_codec
 from unisono.comm.codecs.feedback import Memory, Residual, encode_with_feedback
 from unisono.comm.reducers import compressing
@@ -17,6 +18,7 @@ from unisono.comm.threads import Hub, ThreadComm
 from unisono.core.membership import even
 
 M = 2
+SETTINGS = {"cnn": (110, 0.008, 16), "lm": (140, 0.1, 16)}  # steps, rate, batch
 
 
 def reductions(text: str, elements: int) -> Callable[[list[Tensor]], Tensor]:
@@ -56,30 +58,29 @@ def bowl(text: str, steps: int = 1000, elements: int = 2048, rate: float = 0.05)
 
 
 @cache
-def network(text: str, steps: int = 600, rate: float = 0.1, batch: int = 64) -> float:
-    """The loss of a small network that learns what a fixed random one answers."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1024, 32, generator=generator)
-    hidden, out = (torch.randn(shape, generator=generator) * 2 / 32**0.5 for shape in ((32, 32), (32, 8)))
-    answers = (torch.tanh(inputs @ hidden) @ out).argmax(1)
-    model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 8))
+def model_loss(name: str, text: str) -> float:
+    """What plain SGD comes to on a test model, on the data that it learns from. The rate falls to nothing, so that what
+    was kept has been said at the end."""
+    case, generator = CASES[name](), torch.Generator().manual_seed(0)
+    steps, rate, batch = SETTINGS[name]
+    torch.manual_seed(0)
+    assert case.dropout_free is not None
+    model = case.dropout_free()
+    inputs, targets = (torch.stack([case.data[i][k] for i in range(len(case.data))]) for k in (0, 1))  # type: ignore[arg-type]
     parameters = list(model.parameters())
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7 / parameter.shape[-1] ** 0.5)
-    reduce = reductions(text, sum(parameter.numel() for parameter in parameters))
-    for _ in range(steps):
-        chosen = torch.randint(0, len(inputs), (M, batch // M), generator=generator)
+    sizes = [parameter.numel() for parameter in parameters]
+    reduce = reductions(text, sum(sizes))
+    for step in range(steps):
         gradients = []
-        for rows in chosen:
-            loss = nn.functional.cross_entropy(model(inputs[rows]), answers[rows]) / M
+        for rows in torch.randint(0, len(inputs), (M, batch // M), generator=generator):
+            loss = case.loss(model(inputs[rows]), targets[rows]) / M
             gradients.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters)]))
-        pieces = reduce(gradients).split([parameter.numel() for parameter in parameters])
+        pieces = reduce(gradients).split(sizes)
         with torch.no_grad():
             for parameter, piece in zip(parameters, pieces, strict=True):
-                parameter -= rate * piece.view(parameter.shape)
+                parameter -= rate * (1 - step / steps) ** 2 * piece.view(parameter.shape)
     with torch.no_grad():
-        return float(nn.functional.cross_entropy(model(inputs), answers))
+        return float(case.loss(model(inputs), targets))
 
 
 @pytest.mark.parametrize("name", ["onebit", "topk:0.01", "int8,feedback", "randomk:0.5,feedback"])
@@ -101,8 +102,10 @@ def test_on_a_convex_problem_only_feedback_gets_to_the_bottom(codec: str) -> Non
     assert bowl(f"{codec},nofeedback") > 0.05
 
 
-@pytest.mark.parametrize(("codec", "slack"), [("onebit", 1.03), ("topk:0.01", 1.1)])
-def test_a_network_learns_as_well_as_uncompressed_only_with_feedback(codec: str, slack: float) -> None:
-    plain = network("none")
-    assert network(codec) < slack * plain
-    assert network(f"{codec},nofeedback") > 2 * plain
+@pytest.mark.usefixtures("one_thread_each")
+@pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_comes_within_two_percent_of_the_uncompressed_loss_only_with_feedback(name: str, codec: str) -> None:
+    plain = model_loss(name, "none")
+    assert model_loss(name, codec) < 1.02 * plain
+    assert model_loss(name, f"{codec},nofeedback") > 1.08 * plain
