@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from pretend_run import Pretend
 
+from unisono.elastic import roles
 from unisono.elastic.roster import FIXED
 from unisono.wire import messages as m
 
@@ -278,3 +279,12 @@ def test_with_fewer_servers_a_worker_elsewhere_goes_on_and_the_one_who_served_le
     assert (computing(run), serving(run)) == ([0, 3], [1, 2])
     scale(run, servers=1)
     assert (computing(run), serving(run)) == ([0, 3], [1])
+
+
+@pytest.mark.parametrize(("copies", "servers", "is_taken"), [(1, 1, True), (2, 2, True), (2, 1, False), (0, 1, False)])
+def test_a_host_with_more_servers_than_the_run_can_have_is_told_so(copies: int, servers: int, is_taken: bool) -> None:
+    """Not taken in as an ordinary machine, with its --servers forgotten."""
+    run = Pretend(2, 2, 8, servers=0, copies=copies).begin(2)
+    why = roles.why_not_bring(run.quorum.roster, "guest", servers)
+    assert (why == "") == is_taken
+    assert bool(roles.brought(run.quorum.roster, "guest", servers)) == is_taken

@@ -88,8 +88,10 @@ class ProcessGroupComm:
             self._news.wait()
             self._news.clear()
             self._raise_if_over()
-        if forming.error is not None:
+        if isinstance(forming.error, RuntimeError):
             raise _lost(-1, forming.error) from None
+        if forming.error is not None:
+            raise forming.error
         return forming.group
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Pending:
@@ -174,11 +176,15 @@ class ProcessGroupComm:
             return
         if self.backend == "nccl":
             group.abort()
-            return
-        # What is called abort in gloo wakes nobody. A receive that runs out of patience closes all of the group's
-        # connections, and with them ends whatever waits in it.
-        with contextlib.suppress(RuntimeError):
-            group.recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_TAG).wait(_NO_PATIENCE)
+        else:
+            self._break(group)
+
+    def _break(self, group: Any) -> None:
+        """What is called abort in gloo wakes nobody. A receive that runs out of patience closes all of the group's
+        connections, and with them ends whatever waits in it."""
+        if self.size > 1:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_TAG).wait(_NO_PATIENCE)
 
     def _raise_if_over(self) -> None:
         if self.generation < self._before:
@@ -187,6 +193,8 @@ class ProcessGroupComm:
     def close(self) -> None:
         if self._group is not None and self.backend == "nccl":
             self._group.shutdown()
+        elif self._group is not None:
+            self._break(self._group)  # or it waits for what has not come, for as long as its patience lasts
         self._group = None
 
 
@@ -195,22 +203,23 @@ _NO_PATIENCE = datetime.timedelta(milliseconds=1)
 
 
 class _Forming(threading.Thread):
-    """Makes a group: `news` is set when it is there, or cannot be."""
+    """Makes a group: `news` is set when it is there, or cannot be. One that is left behind ends with its patience."""
 
     def __init__(self, make: Callable[[], Any], news: threading.Event) -> None:
         super().__init__(name="unisono-forming", daemon=True)
         self._make, self._news = make, news
         self.group: Any = None
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         self.is_over = False
 
     def run(self) -> None:
         try:
             self.group = self._make()
-        except RuntimeError as error:
+        except Exception as error:  # whoever waits for it looks at what it is
             self.error = error
-        self.is_over = True
-        self._news.set()
+        finally:
+            self.is_over = True
+            self._news.set()
 
 
 def _nccl(store: _c10d.Store, rank: int, size: int, _: datetime.timedelta) -> Any:

@@ -136,6 +136,8 @@ class Coordinator:
         if self.quorum.closing:
             return RunIsFull("the run is about to end and needs nobody any more", do="join the next one")
         roster = self.quorum.roster
+        if hello.servers and (why := roles.why_not_bring(roster, hello.host, hello.servers)):
+            return RunIsFull(why, do="join without --servers")
         living, target = len(self.quorum.living()), self.quorum.target
         if living < roster.wanted or roles.brought(roster, hello.host, hello.servers):
             return None

@@ -73,8 +73,18 @@ def why_not(roster: Roster, servers: int) -> str:
 def brought(roster: Roster, host: str, servers: int) -> int:
     """How many servers more the run has from now on, when a host comes with so many. Those that the run has already
     move there, as far as they are not with other hosts and a place is free for who takes them over."""
-    others = [other for other in roster.hosts.values() if other.id not in (host, roster.owner)]
-    elsewhere = sum(other.servers for other in others if not (other.away or other.leaving))
-    more = max(elsewhere + servers - roster.servers, len(roster.living) + servers - roster.wanted)
+    more = max(_beyond(roster, host, servers), len(roster.living) + servers - roster.wanted)
     more = max(0, min(more, servers))
     return 0 if why_not(roster, roster.servers + more) else more
+
+
+def why_not_bring(roster: Roster, host: str, servers: int) -> str:
+    """Why a host cannot come with so many servers; empty if it can."""
+    beyond = _beyond(roster, host, servers)
+    return why_not(roster, roster.servers + beyond) if beyond > 0 else ""
+
+
+def _beyond(roster: Roster, host: str, servers: int) -> int:
+    """By how many this host's would be more than the run's servers that are not with other hosts."""
+    others = [other for other in roster.hosts.values() if other.id not in (host, roster.owner)]
+    return sum(other.servers for other in others if not (other.away or other.leaving)) + servers - roster.servers
