@@ -34,6 +34,8 @@ def compared(before: JobSpec, now: JobSpec) -> list[str]:
         ({"recompute": "full"}, {"recompute": "none"}, ["recompute full -> none"]),  # which changes no bit
         ({"recompute": "none", "compile": "blocks"}, {"recompute": "full", "compile": "blocks"}, None),
         ({"compile": "blocks"}, {"recompute": "full"}, None),
+        ({"staleness": "inf"}, {"round_steps": 16}, ["staleness inf -> 0; bits depend on who was faster until here"]),
+        ({"staleness": "inf"}, {"staleness": "inf", "round_steps": 16, "fresh": "pull"}, []),  # as nobody had to say
         ({"precision": "bf16"}, {}, None),
         ({"batch_size": 32}, {}, None),
     ],
@@ -44,3 +46,12 @@ def test_what_decides_no_bit_may_differ(before: dict[str, Any], now: dict[str, A
             compared(spec(**before), spec(**now))
     else:
         assert compared(spec(**before), spec(**now)) == said
+
+
+def test_a_checkpoint_of_an_earlier_version_differs_in_nothing() -> None:
+    """It does not say what did not exist yet."""
+    job = spec().model_dump(mode="json")
+    for key in ("measured_stages", "round_steps"):
+        del job[key]
+    facts = {"job": job, "fingerprint": FINGERPRINT.model_dump(mode="json")}
+    assert differences(Manifest(7, 0.0, {}, {}, facts), spec(), FINGERPRINT, force=False) == []

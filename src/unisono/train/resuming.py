@@ -38,6 +38,7 @@ from unisono.train.spread import Specs, Spread, specs_of_carried
 
 _OF_WAITING = {"staleness": "0", "delayed": "nothing", "fresh": "pull", "round_steps": ROUND_STEPS}  # what none means
 _MAY_DIFFER = ("epochs", "max_steps", "mesh", "sharing", "measured_stages", *_OF_WAITING)
+_BEFORE: Mapping[str, Any] = {"measured_stages": []}  # what checkpoints mean that do not say it
 _TOLD_ELSEWHERE = ("threads",)  # they are part of the fingerprint
 
 
@@ -284,9 +285,10 @@ def _candidates(home: Home) -> Iterator[Manifest]:
 
 def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force: bool) -> list[str]:
     """What is not as it was. Raises CheckpointMismatch when that would change what is computed, unless forced."""
-    job, before = spec.model_dump(mode="json"), _table(found, "job")
+    job, before = spec.model_dump(mode="json"), {**_BEFORE, **_table(found, "job")}
     keys = [key for key in job if key not in _TOLD_ELSEWHERE and before.get(key) != job[key]]
     changed = {key: (before.get(key), job[key]) for key in keys}
+    changed = {key: pair for key, pair in changed.items() if key not in _OF_WAITING or _meant(key, pair)}
     may_differ = _MAY_DIFFER if spec.compile != "none" else (*_MAY_DIFFER, "recompute")  # compiled, it decides bits
     harmless = [_harmless(key, old, new) for key, (old, new) in changed.items() if key in may_differ]
     harmful = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key not in may_differ]
@@ -303,11 +305,18 @@ def differences(found: Manifest, spec: JobSpec, fingerprint: Fingerprint, force:
     return [*harmful, *harmless, *elsewhere]
 
 
+def _meant(key: str, pair: tuple[Any, Any]) -> tuple[Any, ...]:
+    """What was and is meant; nothing where that is the same."""
+    then, now = (one or _OF_WAITING[key] for one in pair)
+    return () if then == now else (then, now)
+
+
 def _harmless(key: str, old: Any, new: Any) -> str:
     """How workers wait for each other may change between two steps; that bits follow from it is said."""
     if key not in _OF_WAITING:
         return f"{key} {old} -> {new}"
-    text = f"{key} {old or _OF_WAITING[key]} -> {new or _OF_WAITING[key]}"
+    then, now = _meant(key, (old, new))
+    text = f"{key} {then} -> {now}"
     if key == "staleness":
         text += "; from here on bits depend on who is faster" if new else "; bits depend on who was faster until here"
     return text
