@@ -78,7 +78,7 @@ class Root(nn.Module):
 
         model.forward = forward
 
-    def forward(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def forward(self, compute: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self._is_inside = True
         try:
             return compute(*args, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ class Cutter:
         device: torch.device | None,
         make: Callable[[nn.Module], None],
     ) -> None:
-        self._model, self._plan, self._mesh, self._team = model, plan, mesh, team
+        self._plan, self._mesh, self._team = plan, mesh, team
         self._device, self._make = device, make
         self._names = {id(module): name for name, module in model.named_modules()}
         known: dict[int, str] = {}
@@ -80,6 +81,9 @@ class Cutter:
         places = Counter(self._first.values())
         self._shared = {first for first, count in places.items() if count > 1}
         self._made: dict[str, nn.Parameter] = {}  # of the shared ones, by their first names
+        # Calls a function that does not call the model but pieces of it, and sees what the model itself holds. It stays
+        # for as long as the training does, so it must not keep us, and what we hold, alive.
+        self.within: Callable[..., Any] = partial(_within, model, team)
 
     def cut(self, part: nn.Module) -> None:
         """What is a DTensor already stays as it is."""
@@ -88,11 +92,6 @@ class Cutter:
             for key, parameter in module._parameters.items():
                 if parameter is not None and not isinstance(parameter, DTensor):
                     module._parameters[key] = self._placed(parameter, self._name(module, key))
-
-    def within(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function that does not call the model but pieces of it, and sees what the model itself holds."""
-        seeing = layers.whole(compute, layers.carriers_of(self._model), self._team, False)
-        return seeing(*args, **kwargs)
 
     def _name(self, module: nn.Module, key: str) -> str | None:
         """None: a holder of what hung loose in the model, of which the plan cuts nothing."""
@@ -117,6 +116,11 @@ class Cutter:
             shape=parameter.shape, stride=parameter.stride(),
         )  # fmt: skip
         return nn.Parameter(spread, requires_grad=parameter.requires_grad)
+
+
+def _within(model: nn.Module, team: Team, compute: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    seeing = layers.whole(compute, layers.carriers_of(model), team, False)
+    return seeing(*args, **kwargs)
 
 
 def _run_parts(model: nn.Module, plan: TensorPlan, team: Team, keep: DeviceMesh | None, sequence: bool) -> None:

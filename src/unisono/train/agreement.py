@@ -32,7 +32,9 @@ def facts_of(
     probe: tuple[int, int],
 ) -> dict[str, str]:
     """`probe` is the dataset's length and a digest of some of its samples."""
-    facts = {name: str(value) for name, value in spec.model_dump(exclude={"samples", "parameters"}).items()}
+    # What is recomputed may differ where it decides no bits: machines with more workers have less memory for each.
+    elsewhere = {"samples", "parameters"} | ({"recompute"} if spec.compile == "none" else set())
+    facts = {name: str(value) for name, value in spec.model_dump(exclude=elsewhere).items()}
     shapes = [
         (name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -77,7 +78,7 @@ def take_up(job: Job, home: Home) -> TakenUp:
     job.state.news = []  # they are in the record
     job.told = job.checkpoints.saved_step = job.state.step
     job.session.activity.step = 0  # until the workers have met, nobody stands anywhere
-    return taken
+    return replace(taken, state=None)  # it is in the job now, and would stay here a second time
 
 
 def _shapes(job: Job) -> Mapping[str, TensorSpec]:

@@ -59,7 +59,7 @@ def _fewer_activations(activations: int, setting: Setting) -> Iterator[Remedy]:
     if setting.precision == "fp32":
         text = '--precision bf16 (or Trainer(precision="bf16"))'
         yield Remedy(activations // 2, -0.5, text, "and is faster", INSIDE)
-    if estimated is not None and mesh.ranks == 1:  # it reads the weights of a layer that may be cut
+    if estimated is not None and mesh.pp == 1:  # stages take the model's outputs
         share = estimated.scores / max(1, estimated.of(setting.recompute))
         if share > 0.25:
             text = "unisono.nn.LinearCrossEntropy for the output layer"
