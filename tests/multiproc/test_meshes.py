@@ -69,14 +69,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
         ("dp=2,pp=2", ("schedule='zero-bubble'", "meta")),
         ("fsdp=2,tp=2", ("tied", "meta")),
         ("fsdp=2,tp=2", ("tied", "sequence=True", "loss=True")),
-        ("fsdp=2,pp=2", ("tied",)),
+        ("fsdp=2,pp=2", ("tied", "counted", "uneven")),
         ("dp=2,fsdp=2,tp=2", ("unit='layer'",)),
         ("dp=2,pp=2,tp=2", ("tied", "meta", "sequence=True")),
     ],
     ids=str,
 )
 def test_every_mesh_trains_like_one_process(mesh: str, arguments: tuple[str, ...], tmp_path: Path, alone) -> None:
-    whole = alone(*(word for word in arguments if word in ("tied", "meta", "fused", "counted")))
+    whole = alone(*(word for word in arguments if word in ("tied", "meta", "fused", "counted", "uneven")))
     cut = train(tmp_path, mesh, *arguments)
     assert losses(cut) == pytest.approx(losses(whole), rel=TOLERANCE)
     assert norms(cut) == pytest.approx(norms(whole), rel=TOLERANCE)

@@ -4,7 +4,8 @@
 Arguments are Trainer options for `unisono.Parallel`, as name=value; `meta` builds the model on the meta device, `tied`
 ties the head to the embedding, `untold` leaves the cut of a pipeline to be traced, `fused` computes the head together
 with the loss, in an objective or with `as-loss` in a loss of features and targets, `counted` leaves out
-the tokens of every third sample, `slow` waits where a file called "pace" says how long.
+the tokens of every third sample, `uneven` has a short batch that fsdp ranks cannot share evenly, `slow` waits where a
+file called "pace" says how long.
 """
 
 import ast
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 
 import unisono
 
-WIDTH, HEADS, VOCABULARY, LENGTH, SAMPLES = 16, 4, 24, 8, 37
+WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 24, 8
+SAMPLES = 43 if "uneven" in sys.argv else 37  # batches of 16, 16, and 11 or 5
 
 
 class Attention(nn.Module):

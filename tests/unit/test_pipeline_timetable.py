@@ -117,6 +117,8 @@ def test_a_short_microbatch_has_fewer_equal_chunks(plan: Plan, samples: int, exp
 
 def test_traced_stages_take_chunks_of_one_size() -> None:
     assert plan_for(Plan("1f1b", 2, 1, 4), 6, chunk_size=2) == Plan("1f1b", 2, 1, 3)
+    with pytest.raises(SetupError, match="as many on all fsdp ranks"):
+        plan_for(Plan("1f1b", 2, 1, 4), 6, chunk_size=2, is_even=False)
     with pytest.raises(SetupError, match="7 samples cannot be cut into chunks of 2"):
         plan_for(Plan("1f1b", 2, 1, 4), 7, chunk_size=2)
 

@@ -70,3 +70,10 @@ def test_chunks_are_cut_of_what_one_fsdp_rank_has_of_a_microbatch(fsdp: int, chu
         with pytest.raises(SetupError, match="2 samples cannot be cut into 4") as caught:
             decide(model, mesh, Parallel(chunks=4), 4, None)
         assert caught.value.cause == "fsdp=2 ranks share a microbatch of 4 samples, 2 for each pipeline"
+
+
+def test_pipelines_that_gather_parameters_together_must_have_equally_many_samples() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(SetupError, match="fsdp=2 ranks cannot share a microbatch of 5 samples evenly"):
+        decide(model, Mesh(fsdp=2, pp=2), Parallel(), 5, None)
+    assert decide(model, Mesh(pp=2), Parallel(schedule="gpipe"), 5, None).stages is not None

@@ -96,29 +96,33 @@ class Grouped(AllReduce):
         if group.pipeline is None:
             group.shards.tell_gradients(self._deliver)
         self._share = 1.0  # of the microbatch's samples that this rank computes
+        self._samples = 0  # of the microbatch, where ranks share them
 
     def take(self, batch: Any, count: Callable[[Any], float] | None) -> Any:
         """This rank's part of a microbatch: ranks that shard the model between them also share out its samples."""
         ways, at = self.group.mesh.fsdp, self.group.place["fsdp"]
         if ways == 1:
             return batch
-        total = samples_in(batch)
+        self._samples = total = samples_in(batch)
         first, last = total * at // ways, total * (at + 1) // ways
+        self._share = 0.0
         if self.group.norms is not None:
             self.group.norms.has_samples = first < last
-        if first == last:  # it must take part in the collectives all the same
-            self._share = 0.0
-            return narrowed(batch, 0, 1)
-        part = narrowed(batch, first, last)
-        self._share = (last - first) / total if count is None else float(count(part)) / float(count(batch))
-        if not self._share and self.group.norms is None:  # with another's sample: of no tokens a mean is no number
-            return next(one for one in (narrowed(batch, at, at + 1) for at in range(total)) if count and count(one))
-        return part
+        if first < last:
+            part = narrowed(batch, first, last)
+            self._share = (last - first) / total if count is None else float(count(part)) / float(count(batch))
+            # Stages know what to do with chunks without tokens, and batch norm wants its own samples.
+            if self._share or self.group.norms is not None or self.group.pipeline is not None:
+                return part
+        # It must take part in the collectives all the same, with another's sample: of no tokens a mean is no number.
+        each = (narrowed(batch, one, one + 1) for one in range(total))
+        return next(one for one in each if count is None or count(one))
 
     def through_stages(self, inputs: Any, targets: Any) -> Tensor:
         """The loss of the microbatch in hand, computed by all stages, backward pass included."""
         assert self.group.pipeline is not None
-        return self.group.pipeline.run(inputs, targets, self._factor)
+        ways = self.group.mesh.fsdp
+        return self.group.pipeline.run(inputs, targets, self._factor, (self._samples, ways) if ways > 1 else None)
 
     @property
     def _factor(self) -> float:
@@ -138,7 +142,7 @@ class Grouped(AllReduce):
 
     def backward(self, loss: Tensor) -> None:
         share, factor, self._share = self._share, self._factor, 1.0
-        value = loss.detach().double() * share
+        value = loss.detach().double() * share if share else torch.zeros(())  # of no tokens it may be no number
         self._losses[self._current.index] = lambda: float(value)
         if loss.requires_grad:
             (loss * factor).backward()  # type: ignore[no-untyped-call]

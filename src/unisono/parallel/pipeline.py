@@ -123,15 +123,18 @@ class Pipeline:
 
     # --- the two things that it does
 
-    def run(self, inputs: Any, targets: Any, weight: float = 1.0) -> Tensor:
-        """Forward and backward of one microbatch: adds `weight` times the gradient of its mean loss to .grad.
+    def run(self, inputs: Any, targets: Any, weight: float = 1.0, of: tuple[int, int] | None = None) -> Tensor:
+        """Forward and backward of one microbatch: adds `weight` times the gradient of its mean loss to .grad. `of`: how
+        many samples several pipelines share between them, and how many those are: they gather their parameters
+        together, so all must have the same chunks.
 
         Returns the mean loss, a float64 scalar with the same bits on every rank of the group. The random state of the
         caller (the same on all of them) decides dropout, whatever the cut and the schedule.
         """
         values, names = arguments(inputs)
-        plan = plan_for(self.plan, samples_in(values), self._chunk_size)
-        engine = self._engine(plan, values, names, learns=True)
+        is_even = of is None or of[0] % of[1] == 0
+        plan = plan_for(self.plan, samples_in(values), self._chunk_size, is_even)
+        engine = self._engine(plan, values, names, True, of)
         cut = chunked(targets, plan.chunks)
         parts = shares(list(zip(chunked(inputs, plan.chunks), cut, strict=True)), self._count)
         means: list[Tensor] = []
@@ -149,7 +152,7 @@ class Pipeline:
             self._place.watch.end()
         told = torch.zeros((), dtype=torch.float64, device=self._place.device)
         for mean, part in zip(means, parts, strict=False):  # on other ranks than the last there are no means
-            told += mean.double() * part
+            told += mean.double() * part if part else 0.0  # of nothing it may be no number
         self._tell(told)
         return told
 
@@ -158,7 +161,7 @@ class Pipeline:
         values, names = arguments(inputs)
         plan = Plan("gpipe", self.plan.ranks, self.plan.virtual, self.plan.chunks)
         plan = plan_for(plan, samples_in(values), self._chunk_size)
-        engine = self._engine(plan, values, names, learns=False)
+        engine = self._engine(plan, values, names, False)
         with self._random():
             outputs = engine.forward(values)
         for stage in self.stages.values():
@@ -195,11 +198,19 @@ class Pipeline:
     def _has_last(self) -> bool:
         return len(self.split.stages) - 1 in self.stages
 
-    def _engine(self, plan: Plan, values: Sequence[Tensor], names: tuple[str, ...], learns: bool) -> Engine:
-        """The engine for this shape. All ranks see the same inputs, so they make and drop the same ones."""
+    def _engine(
+        self,
+        plan: Plan,
+        values: Sequence[Tensor],
+        names: tuple[str, ...],
+        learns: bool,
+        of: tuple[int, int] | None = None,
+    ) -> Engine:
+        """The engine for this shape. All ranks see the same inputs, or parts `of` the same, so they make and drop
+        engines at the same time."""
         if 0 in self.stages:
             self.stages[0].input_names = names
-        key = (plan, tuple(Spec.of(value) for value in values), names, learns)
+        key = (plan, tuple(Spec.of(value) for value in values), names, learns, of)
         engine = self._engines.pop(key, None)
         if engine is None:
             chunk = [value.tensor_split(plan.chunks)[0] for value in values]

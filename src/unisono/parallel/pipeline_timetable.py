@@ -137,16 +137,20 @@ def default_chunks(schedule: str, ranks: int, samples: int | None) -> int:
     return fitting[0]
 
 
-def plan_for(wanted: Plan, samples: int, chunk_size: int | None = None) -> Plan:
+def plan_for(wanted: Plan, samples: int, chunk_size: int | None = None, is_even: bool = True) -> Plan:
     """The plan of one microbatch. A short one (the last of an epoch) has fewer chunks, all of the same size.
 
-    `chunk_size`: the only number of samples that a chunk may have, where the stages were traced with it.
+    `chunk_size`: the only number of samples that a chunk may have, where the stages were traced with it. `is_even`:
+    other pipelines that must have as many chunks have as many samples; if not, all have one chunk.
     """
-    if chunk_size is None:
+    if chunk_size is None and not is_even:
+        chunks = 1
+    elif chunk_size is None:
         chunks = max(n for n in range(1, min(wanted.chunks, samples) + 1) if samples % n == 0)
-    elif samples % chunk_size:
+    elif samples % chunk_size or not is_even:
         raise SetupError(
-            f"a microbatch of {samples} samples cannot be cut into chunks of {chunk_size}",
+            f"a microbatch of {samples} samples cannot be cut into chunks of {chunk_size}"
+            + ("" if is_even else ", as many on all fsdp ranks"),
             cause="the model was traced, so that its stages take chunks of one shape only",
             do="drop the short batch at the end of an epoch, or give the model a method pipeline_layers()",
         )

@@ -226,6 +226,12 @@ def _stages(
 ) -> Stages:
     given = asked.boundaries or None
     mine = samples // mesh.fsdp  # of the ranks that share a microbatch each sends its own samples through its stages
+    if samples % mesh.fsdp:
+        raise SetupError(
+            f"fsdp={mesh.fsdp} ranks cannot share a microbatch of {samples} samples evenly, as pipelines must",
+            cause="each rank cuts its samples into the same number of chunks",
+            do=f"take microbatches of a multiple of {mesh.fsdp} samples, or leave fsdp or pp out of --mesh",
+        )
     try:
         plan = plan_of(asked.schedule, mesh.pp, asked.chunks, None, given, mine)
     except SetupError as error:
