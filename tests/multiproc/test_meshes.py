@@ -160,7 +160,7 @@ def test_parts_that_lie_in_the_hosts_memory_are_the_same_training(tmp_path: Path
     there, here = (run_unisono(script, tmp_path, *asked, *how, workers=None) for how in (("--offload",), ()))
     assert losses(there) == losses(here)
     assert there.weights_sha256 == here.weights_sha256
-    assert "cut Decoder CPUOffloadPolicy" in there.log()
+    assert "cut Root CPUOffloadPolicy" in there.log()
     assert "CPUOffloadPolicy" not in here.log()
 
 
